@@ -67,6 +67,8 @@ impl Listeners {
                     let (flag, address) = (listener.flag, listener.address);
                     tracing::warn!(flag, %address, "failed to listen beside the agent before, waiting for its end");
                 }
+                // A network plugin may give the node this address later. The node is repaired over the sessions, which must not wait.
+                Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {}
                 opened => opened.map_err(|error| BindError::new(listener.flag, listener.address, error))?,
             }
             outbound.push((listen.clone(), listener));
@@ -120,6 +122,15 @@ mod tests {
 
     use super::*;
     use crate::runtime::of_flags;
+
+    #[tokio::test]
+    async fn an_address_that_the_node_does_not_have_yet_keeps_only_its_listener_waiting() {
+        let open = async |flags: &[&str]| Listeners::open(&of_flags(flags).config, &mut None).await;
+        let given = ["--server=a:1", "--admin-address=0", "--connect-address=192.0.2.7:10281"];
+        let listeners = open(&given).await.unwrap();
+        assert!(listeners.outbound.iter().all(|(_, listener)| listener.socket.is_none()));
+        assert!(open(&["--server=a:1", "--admin-address=192.0.2.7:10266"]).await.is_err());
+    }
 
     #[tokio::test]
     async fn what_the_agent_before_has_is_taken_or_waited_for() {

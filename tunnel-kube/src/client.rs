@@ -180,9 +180,8 @@ fn choose_namespace(
 fn build(mut config: Config, namespace: &str, settings: &ClientSettings) -> Result<Client, kube::Error> {
     config.connect_timeout = Some(settings.connect_timeout);
     config.read_timeout = Some(settings.read_timeout);
-    // As in `ClientBuilder::try_from`, except for the resolver.
-    let mut http = HttpConnector::new_with_resolver(service_fn(resolve));
-    http.enforce_http(false);
+    // As in `ClientBuilder::try_from`, except for the resolver and the time for each address.
+    let http = http_connector(service_fn(resolve), settings);
     let mut connector = TimeoutConnector::new(config.rustls_https_connector_with_connector(http)?);
     connector.set_connect_timeout(config.connect_timeout);
     connector.set_read_timeout(config.read_timeout);
@@ -196,6 +195,16 @@ fn build(mut config: Config, namespace: &str, settings: &ClientSettings) -> Resu
         .map_err(BoxError::from)
         .service(HttpClient::builder(TokioExecutor::new()).build(connector));
     Ok(Client::new(service, namespace))
+}
+
+/// Connects to the addresses of a name in turn.
+fn http_connector<R>(resolver: R, settings: &ClientSettings) -> HttpConnector<R> {
+    let mut http = HttpConnector::new_with_resolver(resolver);
+    http.enforce_http(false);
+    // Divided among the addresses, so that one that does not answer does not hide the others. Less than the limit of the
+    // whole attempt, which includes the lookup and TLS.
+    http.set_connect_timeout(Some(settings.connect_timeout * 9 / 10));
+    http
 }
 
 /// Resolves the API server's name. The port is filled in later.
@@ -255,6 +264,11 @@ pub fn reason(error: &kube::Error) -> String {
 mod tests {
     use std::path::PathBuf;
 
+    use http::Uri;
+    use tokio::net::{TcpListener, TcpSocket, TcpStream};
+    use tokio::time::timeout;
+    use tower::ServiceExt as _;
+
     use super::*;
 
     const SKIP_VERIFY: &str = ", insecure-skip-tls-verify: true";
@@ -299,6 +313,27 @@ mod tests {
             let expected = expected.map(|address| address.parse().unwrap());
             assert_eq!(api_server_address(Some(&path)).await, expected, "{host}");
         }
+    }
+
+    #[tokio::test]
+    async fn an_address_that_does_not_answer_does_not_hide_the_next() {
+        // Its queue is full, so the kernel drops further SYNs.
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+        let silent = socket.listen(1).unwrap();
+        let mut queued = Vec::new();
+        let connect = || TcpStream::connect(silent.local_addr().unwrap());
+        while let Ok(stream) = timeout(Duration::from_millis(500), connect()).await {
+            queued.push(stream.unwrap());
+        }
+        let answers = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addresses = [&silent, &answers].map(|listener| listener.local_addr().unwrap());
+        let resolver =
+            service_fn(move |_: Name| std::future::ready(Ok::<_, io::Error>(addresses.into_iter())));
+        let settings = ClientSettings { connect_timeout: Duration::from_secs(4), ..ClientSettings::AGENT };
+        let connecting = http_connector(resolver, &settings).oneshot(Uri::from_static("http://api.example"));
+        let stream = timeout(settings.connect_timeout, connecting).await.expect("no turn for it").unwrap();
+        assert_eq!(stream.inner().peer_addr().unwrap(), addresses[1]);
     }
 
     #[tokio::test]

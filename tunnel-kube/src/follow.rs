@@ -10,6 +10,7 @@ use std::time::Duration;
 use futures_util::stream::BoxStream;
 use futures_util::{Stream, StreamExt as _, stream};
 use kube::api::{Api, ListParams, VersionMatch, WatchEvent, WatchParams};
+use kube::core::Status;
 use kube::runtime::watcher::{Config, Event, ListSemantic};
 use kube::{Resource, ResourceExt as _};
 use serde::de::DeserializeOwned;
@@ -18,6 +19,8 @@ use tunnel_runtime::backoff::Backoff;
 
 use crate::client::reason;
 
+/// Part of the message of an API server that has not reached the version yet.
+const NOT_REACHED: &str = "Too large resource version";
 /// Time past the requested end of a watch before it counts as silent.
 const END_GRACE: Duration = Duration::from_secs(5);
 
@@ -38,8 +41,9 @@ pub struct FollowSettings {
     pub backoff: Backoff,
     /// Maximum Retry-After that is respected.
     pub longest_retry_after: Duration,
-    /// After this many failed watches in a row the objects are listed again: an API server whose data was restored from
-    /// a backup does not know the version yet and reports that like any other error.
+    /// After this many failed watches in a row, and one more, the objects are listed again: an API server whose data was
+    /// restored from a backup does not know the version yet, and may report that like any other error. Failures of the
+    /// connection and of an overloaded API server do not count: lists would add to its load.
     pub relist_after: u32,
     /// Minimum time between two such lists. Where watches never work, changes are seen this late.
     pub relist_every: Duration,
@@ -118,8 +122,9 @@ where
     R: FnMut(Signal<'_>) + Send,
 {
     let backoff = settings.backoff.clone();
-    let (state, failures, listed, heard) = (State::Unknown, 0, None, Instant::now());
-    let follower = Follower { api, config, settings, report, state, backoff, failures, listed, heard };
+    let (state, failures, doubts, listed, heard) = (State::Unknown, 0, 0, None, Instant::now());
+    let follower =
+        Follower { api, config, settings, report, state, backoff, failures, doubts, listed, heard };
     stream::unfold(follower, |mut follower| async move { Some((follower.next().await, follower)) })
 }
 
@@ -132,6 +137,8 @@ struct Follower<K, R> {
     backoff: Backoff,
     /// Failures in a row.
     failures: u32,
+    /// Those of them with [`Remedy::Doubt`].
+    doubts: u32,
     /// Time of the last list.
     listed: Option<Instant>,
     /// Time of the last list, change or bookmark.
@@ -162,27 +169,68 @@ struct Watch<K> {
     settled: bool,
 }
 
+/// The way on after a failed watch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Remedy {
+    /// The same watch again: the connection failed or the API server is overloaded, which says nothing about the version.
+    Watch,
+    /// The same watch again, but a list once this has happened often: the version may be unusable.
+    Doubt,
+    /// The version is too old (410 Gone): only a new list helps.
+    List,
+}
+
+impl Remedy {
+    fn of(status: &Status) -> Self {
+        match status.code {
+            410 => Self::List,
+            // With code 504.
+            _ if status.message.contains(NOT_REACHED) => Self::Doubt,
+            429 | 500.. => Self::Watch,
+            _ => Self::Doubt,
+        }
+    }
+}
+
 /// A failed request or watch.
 struct FollowError {
     reason: String,
-    /// The version is too old (410 Gone): only a new list helps.
-    gone: bool,
+    remedy: Remedy,
     retry_after: Option<Duration>,
 }
 
+impl FollowError {
+    /// The error as an event of an open watch. The API server is not overloaded then, and an object that it cannot
+    /// decode comes again with each watch from this version.
+    fn of_event(error: kube::Error) -> Self {
+        let error = Self::from(error);
+        let remedy = if error.remedy == Remedy::Watch { Remedy::Doubt } else { error.remedy };
+        Self { remedy, ..error }
+    }
+}
+
+/// An error that says nothing about the version of a watch, such as no answer in time.
 impl From<String> for FollowError {
     fn from(reason: String) -> Self {
-        Self { reason, gone: false, retry_after: None }
+        Self { reason, remedy: Remedy::Watch, retry_after: None }
     }
 }
 
 impl From<kube::Error> for FollowError {
     fn from(error: kube::Error) -> Self {
         let reason = reason(&error);
-        let kube::Error::Api(status) = error else { return Self::from(reason) };
+        let status = match error {
+            kube::Error::Api(status) => status,
+            // An answer or an event that cannot be read.
+            kube::Error::SerdeError(_) | kube::Error::FromUtf8(_) => {
+                return Self { reason, remedy: Remedy::Doubt, retry_after: None };
+            }
+            _ => return Self { reason, remedy: Remedy::Watch, retry_after: None },
+        };
+        let remedy = Remedy::of(&status);
         let seconds = status.details.map_or(0, |details| details.retry_after_seconds);
         let retry_after = (seconds > 0).then(|| Duration::from_secs(seconds.into()));
-        Self { reason, gone: status.code == 410, retry_after }
+        Self { reason, remedy, retry_after }
     }
 }
 
@@ -234,7 +282,7 @@ where
         let patience =
             if watch.settled { watch.length + END_GRACE } else { self.settings.settled.saturating_sub(open) };
         let error = match timeout(patience, watch.changes.next()).await {
-            Ok(Some(Ok(WatchEvent::Error(status)))) => kube::Error::Api(status).into(),
+            Ok(Some(Ok(WatchEvent::Error(status)))) => FollowError::of_event(kube::Error::Api(status)),
             Ok(Some(Ok(change))) => {
                 self.heard = Instant::now();
                 self.settle(&mut watch);
@@ -263,7 +311,11 @@ where
                     if self.is_deaf() { State::Unknown } else { State::Known { version: watch.version } };
                 return None;
             }
-            Ok(None) => "the watch ended immediately".to_owned().into(),
+            // If every watch ends like this, only lists show changes.
+            Ok(None) => {
+                let reason = "the watch ended immediately".to_owned();
+                FollowError { reason, remedy: Remedy::Doubt, retry_after: None }
+            }
             Err(_) if watch.settled => {
                 format!("the watch has been silent for {} s", patience.as_secs()).into()
             }
@@ -280,7 +332,7 @@ where
 
     fn settle(&mut self, watch: &mut Watch<K>) {
         if !std::mem::replace(&mut watch.settled, true) {
-            self.failures = 0;
+            (self.failures, self.doubts) = (0, 0);
             self.backoff.reset();
             (self.report)(Signal::Works);
         }
@@ -353,10 +405,13 @@ where
         self.heard.elapsed() >= self.settings.deaf_after
     }
 
-    /// Handles a lost watch. The version stays known unless the API server has forgotten it.
+    /// Handles a lost watch. The version stays known unless the API server has forgotten it, or may not know it.
     async fn lost(&mut self, version: String, error: FollowError) {
         let old = self.listed.is_none_or(|listed| listed.elapsed() >= self.settings.relist_every);
-        let list = error.gone || self.is_deaf() || (self.failures >= self.settings.relist_after && old);
+        let doubt = error.remedy == Remedy::Doubt;
+        let doubted = doubt && self.doubts >= self.settings.relist_after && old;
+        let list = error.remedy == Remedy::List || self.is_deaf() || doubted;
+        self.doubts = self.doubts.saturating_add(u32::from(doubt));
         self.state = if list { State::Unknown } else { State::Known { version } };
         self.pause(error, self.failures == 0).await;
     }

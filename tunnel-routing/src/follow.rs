@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use ipnet::IpNet;
 use tokio::time::{Instant as TokioInstant, sleep_until};
 use tokio_util::sync::CancellationToken;
+use tunnel_runtime::blocking::blocking;
 
 use super::Router;
 use crate::inventory::Inventory;
@@ -15,12 +16,12 @@ const PERIOD: Duration = Duration::from_secs(30);
 
 /// Gives the router an inventory. Await it before giving the next one, which keeps their order.
 pub async fn update(router: Arc<Router>, inventory: Inventory) {
-    blocking(move || router.set_inventory(inventory)).await;
+    compute(move || router.set_inventory(inventory)).await;
 }
 
 /// Gives the router the cluster's ranges of Service addresses.
 pub async fn update_services(router: Arc<Router>, ranges: Vec<IpNet>) {
-    blocking(move || router.set_services(ranges)).await;
+    compute(move || router.set_services(ranges)).await;
 }
 
 /// Updates `router` when this host's addresses change or something becomes due, until `stop`.
@@ -41,7 +42,7 @@ async fn refresh(router: Arc<Router>, stop: CancellationToken) {
             () = stop.cancelled() => return,
         }
         let router = router.clone();
-        blocking(move || router.refresh()).await;
+        compute(move || router.refresh()).await;
     }
 }
 
@@ -59,8 +60,8 @@ async fn give_up(router: Arc<Router>, stop: CancellationToken) {
     }
 }
 
-async fn blocking(work: impl FnOnce() + Send + 'static) {
-    if let Err(error) = tokio::task::spawn_blocking(work).await {
+async fn compute(work: impl FnOnce() + Send + 'static) {
+    if let Err(error) = blocking(work).await {
         tracing::error!(%error, "failed to compute the routes, keeping the present ones");
     }
 }

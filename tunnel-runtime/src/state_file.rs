@@ -12,6 +12,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use crate::blocking::blocking;
 use crate::files::{PRIVATE_FILE, create_private_directory, read_at_most, write_atomically};
 use crate::log_once::LogOnce;
 use crate::text::printable;
@@ -100,7 +101,7 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
     async fn save_what(self: &Arc<Self>, value: impl FnOnce() -> Option<T> + Send + 'static) -> bool {
         let file = self.clone();
         let work = move || value().is_none_or(|value| file.write(&value));
-        tokio::task::spawn_blocking(work).await.unwrap_or(false)
+        blocking(work).await.unwrap_or(false)
     }
 
     /// Writes the current value after each change until `stop`, including the last change, at most once per `pause`.

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, StreamBody};
-use hyper::body::{Frame, Incoming};
+use hyper::body::{Body, Frame, Incoming};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response};
 use hyper_util::rt::TokioIo;
@@ -23,7 +23,8 @@ use super::patch::merge;
 use super::store::{Change, Collection};
 use super::{Fault, Order, Shared};
 
-type Body = UnsyncBoxBody<Bytes, io::Error>;
+/// The body of an answer.
+pub type Answer = UnsyncBoxBody<Bytes, io::Error>;
 
 pub(super) async fn serve(stream: TcpStream, shared: Arc<Shared>, stop: CancellationToken) {
     let _ = stream.set_nodelay(true);
@@ -39,7 +40,10 @@ pub(super) async fn serve(stream: TcpStream, shared: Arc<Shared>, stop: Cancella
     }
 }
 
-async fn answer(request: Request<Incoming>, shared: &Arc<Shared>) -> Response<Body> {
+pub(super) async fn answer<B: Body<Data = Bytes>>(
+    request: Request<B>,
+    shared: &Arc<Shared>,
+) -> Response<Answer> {
     let path = request.uri().path().to_owned();
     let Some((collection, rest)) = Collection::split(&path) else {
         return status(404, "NotFound", &format!("no resource at {path}"));
@@ -60,6 +64,9 @@ async fn answer(request: Request<Incoming>, shared: &Arc<Shared>) -> Response<Bo
     let fault = fault(shared, verb, &collection.resource, rest.first().copied());
     match fault {
         Some(Fault::Status(code)) => return status(code, "Injected", "injected"),
+        Some(Fault::FutureVersion) => {
+            return status(504, "Timeout", "Timeout: Too large resource version: 1000000, current: 1");
+        }
         Some(Fault::TooManyRequests { retry_after }) => {
             let text = Full::from("Too many requests, please try again later.\n");
             return Response::builder()
@@ -326,7 +333,7 @@ fn watch(
     collection: Collection,
     query: &HashMap<String, String>,
     shared: Arc<Shared>,
-) -> Response<Body> {
+) -> Response<Answer> {
     let filter = Filter::new(query);
     let bookmarks = query.get("allowWatchBookmarks").is_some_and(|value| value == "true");
     let timeout = query.get("timeoutSeconds").and_then(|text| text.parse().ok()).unwrap_or(1800);
@@ -421,7 +428,7 @@ fn never(error: Infallible) -> io::Error {
     match error {}
 }
 
-fn lines(lines: Vec<Result<Bytes, io::Error>>) -> Response<Body> {
+fn lines(lines: Vec<Result<Bytes, io::Error>>) -> Response<Answer> {
     let frames = stream::iter(lines).map(|line| line.map(Frame::data));
     Response::builder()
         .header("content-type", "application/json")
@@ -434,11 +441,11 @@ fn status_object(code: u16, reason: &str, message: &str) -> Value {
         "message": message, "reason": reason, "code": code})
 }
 
-fn status(code: u16, reason: &str, message: &str) -> Response<Body> {
+fn status(code: u16, reason: &str, message: &str) -> Response<Answer> {
     json_response(code, &status_object(code, reason, message))
 }
 
-fn json_response(code: u16, value: &Value) -> Response<Body> {
+fn json_response(code: u16, value: &Value) -> Response<Answer> {
     let body = Full::from(value.to_string()).map_err(never).boxed_unsync();
     Response::builder().status(code).header("content-type", "application/json").body(body).unwrap()
 }

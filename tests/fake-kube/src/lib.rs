@@ -1,5 +1,5 @@
-//! A fake Kubernetes API server for tests: real HTTP/1.1 on loopback, on a thread of its own, with the API's verbs on
-//! any object, and with faults on demand.
+//! A fake Kubernetes API server for tests: the API's verbs on any object, with faults on demand; as a server, over real
+//! HTTP/1.1 on loopback and on a thread of its own, or without one.
 //!
 //! It has no schemas, no admission and no authentication. An apply is a merge that creates, and is refused where it
 //! would change a field that another manager owns.
@@ -16,12 +16,16 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use bytes::Bytes;
+use hyper::body::Body;
+use hyper::{Request, Response};
 use serde_json::Value;
 use socket2::{Domain, Socket, Type};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
+pub use http::Answer;
 use store::{Collection, Store};
 
 /// A fault that a request meets instead of its answer, or before it.
@@ -29,6 +33,8 @@ use store::{Collection, Store};
 pub enum Fault {
     /// A Status with this code.
     Status(u16),
+    /// 504, as an API server answers that has not reached the version yet.
+    FutureVersion,
     /// 429 with a text body, as API priority and fairness answers.
     TooManyRequests { retry_after: u64 },
     /// The right answer, this much later.
@@ -70,6 +76,7 @@ enum Order {
 /// Makes the answer to a created object from the object.
 pub(crate) type Review = Arc<dyn Fn(&Value) -> Value + Send + Sync>;
 
+#[derive(Default)]
 pub(crate) struct Shared {
     /// By resource, for objects that are questions: they are answered and not kept.
     reviews: Mutex<BTreeMap<String, Review>>,
@@ -102,10 +109,16 @@ enum Command {
     Up(std::sync::mpsc::SyncSender<()>),
 }
 
+/// The objects and the faults; clones share them.
+#[derive(Clone, Default)]
+pub struct Api {
+    shared: Arc<Shared>,
+}
+
 /// A running server; ends when dropped.
 pub struct ApiServer {
     address: SocketAddr,
-    shared: Arc<Shared>,
+    api: Api,
     commands: mpsc::UnboundedSender<Command>,
     stop: CancellationToken,
     thread: Option<JoinHandle<()>>,
@@ -118,19 +131,11 @@ impl ApiServer {
     pub fn start() -> Self {
         let port = bind("127.0.0.1:0".parse().unwrap());
         let address = port.local_addr().unwrap().as_socket().unwrap();
-        let shared = Arc::new(Shared {
-            reviews: Mutex::default(),
-            store: Mutex::default(),
-            version: tokio::sync::watch::Sender::new(0),
-            orders: tokio::sync::watch::Sender::default(),
-            rules: Mutex::default(),
-            requests: Mutex::default(),
-            open_watches: Mutex::default(),
-        });
+        let api = Api::default();
         let (commands, received) = mpsc::unbounded_channel();
         let stop = CancellationToken::new();
         let thread = std::thread::spawn({
-            let (shared, stop) = (shared.clone(), stop.clone());
+            let (shared, stop) = (api.shared.clone(), stop.clone());
             move || {
                 let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
                 runtime.block_on(run(address, shared, received, stop));
@@ -144,7 +149,7 @@ impl ApiServer {
              contexts:\n- name: fake\n  context: {{cluster: fake, user: fake, namespace: kube-system}}\n"
         );
         std::fs::write(dir.path().join("kubeconfig"), kubeconfig).unwrap();
-        let server = Self { address, shared, commands, stop, thread: Some(thread), dir, _port: port };
+        let server = Self { address, api, commands, stop, thread: Some(thread), dir, _port: port };
         server.up();
         server
     }
@@ -161,6 +166,36 @@ impl ApiServer {
     /// A directory that lives as long as the server.
     pub fn dir(&self) -> &Path {
         self.dir.path()
+    }
+
+    /// Refuses connections, and ends those that are open, until `up`.
+    pub fn down(&self) {
+        self.command(Command::Down);
+    }
+
+    pub fn up(&self) {
+        self.command(Command::Up);
+    }
+
+    fn command(&self, command: impl FnOnce(std::sync::mpsc::SyncSender<()>) -> Command) {
+        let (done, wait) = std::sync::mpsc::sync_channel(1);
+        self.commands.send(command(done)).expect("the server's thread has ended");
+        wait.recv().expect("the server's thread has ended");
+    }
+}
+
+impl std::ops::Deref for ApiServer {
+    type Target = Api;
+
+    fn deref(&self) -> &Api {
+        &self.api
+    }
+}
+
+impl Api {
+    /// Answers a request in the caller's runtime. A watch has a task there.
+    pub async fn answer<B: Body<Data = Bytes>>(&self, request: Request<B>) -> Response<Answer> {
+        http::answer(request, &self.shared).await
     }
 
     // The objects, without a request.
@@ -210,15 +245,6 @@ impl ApiServer {
     }
 
     // Faults.
-
-    /// Refuses connections, and ends those that are open, until `up`.
-    pub fn down(&self) {
-        self.command(Command::Down);
-    }
-
-    pub fn up(&self) {
-        self.command(Command::Up);
-    }
 
     /// The next `times` requests that match get `fault`. Verbs: `list` (first pages), `continue` (further pages),
     /// `watch`, `get`, `create`, `update`, `patch`, `delete`, or `*`; `resource` is the plural, or `*`.
@@ -292,12 +318,6 @@ impl ApiServer {
     /// Watches open now on the collection with this path.
     pub fn open_watches(&self, path: &str) -> usize {
         self.shared.open_watches.lock().unwrap().get(path).copied().unwrap_or(0)
-    }
-
-    fn command(&self, command: impl FnOnce(std::sync::mpsc::SyncSender<()>) -> Command) {
-        let (done, wait) = std::sync::mpsc::sync_channel(1);
-        self.commands.send(command(done)).expect("the server's thread has ended");
-        wait.recv().expect("the server's thread has ended");
     }
 }
 

@@ -12,10 +12,12 @@ use tokio::time::{Instant, sleep_until};
 use tunnel_pki::AgentIdentity;
 use tunnel_runtime::blocking::set_disk;
 use tunnel_runtime::clock::Clock;
+use tunnel_runtime::files::create_private_directory;
 use tunnel_server::pki::{Ca, Lifetimes};
 
 use crate::agent::{self, Agent};
 use crate::client::Client;
+use crate::cluster::Cluster;
 use crate::model::{Model, settles};
 use crate::network::Net;
 use crate::plan::{End, Plan, Step};
@@ -37,6 +39,8 @@ const AT_ONCE: Duration = Duration::from_millis(1);
 /// Servers and agents, and the network between them.
 pub(crate) struct Fleet {
     pub(crate) net: Net,
+    /// The API server, in fleets that have one.
+    pub(crate) cluster: Option<Cluster>,
     pub(crate) plan: Plan,
     dir: PathBuf,
     ca: Ca,
@@ -144,6 +148,16 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
     Ok(model)
 }
 
+fn copy_ca(from: &Path, to: &Path) -> Result<()> {
+    let (from, to) = (from.join("ca"), to.join("ca"));
+    create_private_directory(&to)?;
+    for file in std::fs::read_dir(from)? {
+        let file = file?;
+        std::fs::copy(file.path(), to.join(file.file_name()))?;
+    }
+    Ok(())
+}
+
 fn hosts(plan: &Plan) -> impl Iterator<Item = Host> + use<> {
     (0..plan.servers).map(Host::Server).chain((0..plan.agents).map(Host::Agent))
 }
@@ -203,7 +217,8 @@ impl Fleet {
         let hosts = hosts(&plan).collect::<Vec<_>>();
         hosts.iter().for_each(|host| host.clock().set(RIGHT.now()));
         let ca = Ca::load_or_create(&dir.join("ca"), lifetimes(&plan, RIGHT))?;
-        let identities = (0..plan.agents).map(|index| agent::identity(&ca, index)).collect::<Result<_>>()?;
+        let identities =
+            (0..plan.agents).map(|index| agent::identity(&ca, index)).collect::<Result<Vec<_>>>()?;
         let net = Net::new(random);
         for (agent, delays) in plan.delays.iter().enumerate() {
             for (server, delay) in delays.iter().enumerate() {
@@ -215,8 +230,10 @@ impl Fleet {
                 net.set_delay(server::address(one).ip(), server::address(other).ip(), plan.between);
             }
         }
+        let nodes = identities.iter().map(|identity| identity.node.clone()).collect::<Vec<_>>();
         Ok(Self {
             net,
+            cluster: plan.has_api.then(|| Cluster::new(plan.servers, &nodes)),
             dir: dir.to_owned(),
             ca,
             identities,
@@ -237,11 +254,18 @@ impl Fleet {
     fn start_server(&mut self, index: usize) -> Result<()> {
         let process = (index, self.processes[index]);
         self.processes[index] += 1;
+        let (state_dir, clock) = (self.dir.join(server::id_of(process)), Host::Server(index).clock());
+        if self.cluster.is_some() {
+            // Each keeps a copy of the CA up to date with the cluster's.
+            copy_ca(self.ca.state_dir(), &state_dir)?;
+        }
+        let of_ca = if self.cluster.is_some() { &state_dir } else { self.ca.state_dir() };
         let start = Start {
             net: &self.net,
-            ca: Ca::open(self.ca.state_dir(), lifetimes(&self.plan, Host::Server(index).clock()))?,
-            clock: Host::Server(index).clock(),
-            state_dir: self.dir.join(server::id_of(process)),
+            cluster: self.cluster.as_ref(),
+            ca: Ca::open(of_ca, lifetimes(&self.plan, clock))?,
+            clock,
+            state_dir: state_dir.clone(),
             process,
             count: self.plan.servers,
             files: self.plan.files,
@@ -447,6 +471,17 @@ impl Fleet {
                     model.wrong(*host);
                 }
             }
+            Step::NoApi { server, silent, .. } => {
+                if let Some(cluster) = &mut self.cluster {
+                    cluster.cut(*server, *silent);
+                }
+            }
+            Step::NoNode { agent, .. } => {
+                if let Some(cluster) = &self.cluster {
+                    cluster.delete_node(&self.identities[*agent].node);
+                    model.deleted(*agent);
+                }
+            }
         }
         Ok(())
     }
@@ -502,6 +537,18 @@ impl Fleet {
                     self.clocks_jump(model);
                     host.clock().set(RIGHT.now());
                     model.right(*host);
+                }
+            }
+            Step::NoApi { server, silent, .. } => {
+                if let Some(cluster) = &mut self.cluster {
+                    cluster.mend(*server, *silent);
+                    model.reached(*server);
+                }
+            }
+            Step::NoNode { agent, .. } => {
+                if let Some(cluster) = &self.cluster {
+                    cluster.set_node(*agent, &self.identities[*agent].node);
+                    model.made(*agent);
                 }
             }
             Step::Forget { .. } | Step::Reset { .. } | Step::Clock { .. } => {}

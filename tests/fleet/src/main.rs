@@ -4,6 +4,7 @@
 
 mod agent;
 mod client;
+mod cluster;
 mod fleet;
 mod model;
 mod network;

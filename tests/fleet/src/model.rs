@@ -1,5 +1,6 @@
 //! Checks that hold for a fleet at all times, and how long each may take after a disturbance.
 
+mod cluster;
 mod few;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,6 +12,7 @@ use tokio::runtime::Handle;
 use tokio::time::Instant;
 use tunnel_runtime::NodeName;
 
+use self::cluster::Told;
 use crate::agent;
 use crate::client;
 use crate::fleet::{Fleet, Host, RIGHT};
@@ -61,7 +63,8 @@ const REFUSED: Duration = Duration::from_secs(120 + GONE.as_secs());
 pub(crate) fn settles(plan: &Plan) -> Duration {
     let leaves = if plan.is_limited() { few::LEAVES } else { Duration::ZERO };
     let refused = if plan.may_lower_epochs() { REFUSED } else { Duration::ZERO };
-    plan.patience.max(ATTACHES) + leaves + refused + Duration::from_secs(10)
+    let told = if plan.has_api { cluster::SETTLES } else { Duration::ZERO };
+    plan.patience.max(ATTACHES) + leaves + refused + told + Duration::from_secs(10)
 }
 
 /// State of the checks of one run.
@@ -92,6 +95,7 @@ pub(crate) struct Model {
     ending: BTreeMap<Process, Instant>,
     ending_agents: BTreeMap<Process, Instant>,
     patience: Duration,
+    told: Told,
     /// As it was seen last.
     view: View,
     /// When something happened last.
@@ -118,6 +122,7 @@ impl Model {
             ending: BTreeMap::new(),
             ending_agents: BTreeMap::new(),
             patience: fleet.plan.patience.max(ATTACHES),
+            told: Told::new(fleet.plan.agents),
             view: View::default(),
             noted: Instant::now(),
             trace: DefaultHasher::new(),
@@ -286,6 +291,7 @@ impl Model {
         if fleet.plan.is_limited() {
             self.limited(fleet)?;
         }
+        self.told(fleet)?;
         self.outdated(fleet)
     }
 
@@ -354,7 +360,7 @@ impl Model {
         let Some(seen) = self.view.server(index) else { return Ok(()) };
         for (number, node) in self.nodes.iter().enumerate() {
             let agent = &self.view.agents[number];
-            if agent.is_empty() {
+            if self.may_refuse(fleet, index, number)? || agent.is_empty() {
                 continue;
             }
             let there: Vec<_> = agent.iter().filter_map(|process| process.epochs[index]).collect();
@@ -473,6 +479,7 @@ impl Model {
     /// Checks that nothing is left over.
     pub(crate) fn finish(&mut self, fleet: &Fleet) -> Result<()> {
         client::nothing_is_left(fleet)?;
+        self.all_is_told(fleet)?;
         let (servers, agents, each) = (fleet.plan.servers, fleet.plan.agents, fleet.plan.links);
         for (index, processes) in fleet.servers.iter().enumerate() {
             ensure!(processes.len() == 1, "server-{index} has {} processes", processes.len());
@@ -506,6 +513,10 @@ impl Model {
         let open = fleet.net.open();
         let wanted = each * agents + servers * (servers - 1);
         ensure!(open.len() == wanted, "{} connections instead of {wanted}: {open:?}", open.len());
+        if fleet.cluster.is_some() {
+            // Watches have tasks as well, more of them where a process writes.
+            return Ok(());
+        }
         let numbers = [servers, servers * (servers - 1), agents, each * agents];
         let wanted: usize = numbers.iter().zip(TASKS).map(|(number, each)| number * each).sum();
         let tasks = Handle::current().metrics().num_alive_tasks();

@@ -18,6 +18,8 @@ pub(crate) struct Plan {
     pub(crate) links: usize,
     /// A server that has a successor waits to be stopped.
     pub(crate) in_cluster: bool,
+    /// The servers follow an API server, and one of them writes to it.
+    pub(crate) has_api: bool,
     /// Open files of each server, by which its places are bounded.
     pub(crate) files: u32,
     /// Lifetime of all certificates.
@@ -72,6 +74,10 @@ pub(crate) enum Step {
     Clock { ahead: bool, by: Duration },
     /// The clock of one host jumps, and is set right later.
     WrongClock { host: Host, ahead: bool, by: Duration, lasts: Duration },
+    /// A server cannot reach the API server, or none can: nothing passes, or connections are refused.
+    NoApi { server: Option<usize>, silent: bool, lasts: Duration },
+    /// An agent's Node is deleted, and made again.
+    NoNode { agent: usize, lasts: Duration },
 }
 
 /// How a takeover goes, of a server or of an agent.
@@ -172,6 +178,9 @@ impl Plan {
         if seed % 8 == 3 && seed > 32 {
             plan.limit_links(&mut StdRng::seed_from_u64(seed ^ 5));
         }
+        if seed % 8 == 6 && seed > 100 {
+            plan.add_api(&mut StdRng::seed_from_u64(seed ^ 7));
+        }
         // The others are kept for faults of fleets without clients.
         if seed > 100 && !matches!(seed % 16, 4 | 5 | 9 | 11) {
             plan.add_clients(&mut StdRng::seed_from_u64(seed ^ 6));
@@ -196,7 +205,28 @@ impl Plan {
         self.steps.insert(0, (Duration::from_secs(10), Step::Crash { server, lasts }));
     }
 
-    /// Clients connect meanwhile. Others do so later, while nothing fails and a server or an agent has a successor.
+    /// The servers have an API server, which they do not reach at times. An agent is away for long enough for its node's condition.
+    fn add_api(&mut self, random: &mut StdRng) {
+        self.has_api = true;
+        let second = Duration::from_secs(1);
+        for _ in 0..random.random_range(2..=5) {
+            let server = random.random_bool(0.7).then(|| random.random_range(0..self.servers));
+            let lasts = between(random, second / 2, second * 60);
+            self.insert(random, Step::NoApi { server, silent: random.random(), lasts });
+        }
+        let lasts = between(random, second * 60, second * 150);
+        self.insert(random, Step::Offline { agent: random.random_range(0..self.agents), lasts });
+        if random.random() {
+            let lasts = between(random, second, second * 150);
+            self.insert(random, Step::NoNode { agent: random.random_range(0..self.agents), lasts });
+        }
+    }
+
+    fn insert(&mut self, random: &mut StdRng, step: Step) {
+        let pause = between(random, Duration::from_millis(50), Duration::from_secs(20));
+        self.steps.insert(random.random_range(0..=self.steps.len()), (pause, step));
+    }
+
     /// True if a clock may be set while an agent uses an epoch that is not stored yet.
     pub(crate) fn may_lower_epochs(&self) -> bool {
         let has = |wanted: fn(&Step) -> bool| self.steps.iter().any(|(_, step)| wanted(step));
@@ -204,6 +234,7 @@ impl Plan {
             && has(|step| matches!(step, Step::Clock { .. } | Step::WrongClock { .. }))
     }
 
+    /// Clients connect meanwhile. Others do so later, while nothing fails and a server or an agent has a successor.
     fn add_clients(&mut self, random: &mut StdRng) {
         let (mut begins, mut over) = (Duration::ZERO, Duration::ZERO);
         for (pause, step) in &self.steps {
@@ -270,6 +301,7 @@ impl Plan {
             agents,
             links: 1,
             in_cluster: false,
+            has_api: false,
             files: 128,
             life: LIFE,
             disk: between(random, Duration::from_millis(1100), Duration::from_millis(1400)),
@@ -306,6 +338,7 @@ impl Plan {
             agents,
             links: servers,
             in_cluster: upgrades.random(),
+            has_api: false,
             files: 1024,
             life: LIFE,
             disk: ms(2),
@@ -354,7 +387,9 @@ impl Step {
             | Self::Restart { lasts, .. }
             | Self::PowerLoss { lasts, .. }
             | Self::Disk { lasts, .. }
-            | Self::WrongClock { lasts, .. } => *lasts,
+            | Self::WrongClock { lasts, .. }
+            | Self::NoApi { lasts, .. }
+            | Self::NoNode { lasts, .. } => *lasts,
             Self::Upgrade { how, .. } | Self::Replace { how, .. } => how.lasts(),
             Self::Forget { .. } | Self::Reset { .. } | Self::Clock { .. } => Duration::ZERO,
         }

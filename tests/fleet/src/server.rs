@@ -1,6 +1,6 @@
 //! A server: the real code from the end of a TCP handshake on, built of its parts.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -16,6 +16,7 @@ use tunnel_agent::reach::Reach;
 use tunnel_link::link::Congestion;
 use tunnel_pki::TrustBundle;
 use tunnel_redirect::Orphans;
+use tunnel_routing::inventory::Selector;
 use tunnel_routing::{Router, RouterConfig};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::clock::Clock;
@@ -23,6 +24,8 @@ use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::Shutdown;
 use tunnel_server::agent_port::{AgentPort, Budget, Handover, LinkContext};
 use tunnel_server::app::{Running, Said};
+use tunnel_server::inventory::NodeCount;
+use tunnel_server::kube::{Kube, ObjectNames, Parts as KubeParts, Writes};
 use tunnel_server::listener::{ListenerContext, Piped};
 use tunnel_server::peers::{self, PeerContext, Trust};
 use tunnel_server::pki::{
@@ -30,9 +33,11 @@ use tunnel_server::pki::{
     ServerNames, Standing,
 };
 use tunnel_server::runtime::Runtime;
+use tunnel_server::runtime::settings::Listeners;
 use tunnel_server::session::{MOST_STREAMS, Threads, Workers};
 use tunnel_server::takeover::{Gates, Phase, Predecessor, Succession, TakeOver};
 
+use crate::cluster::{Cluster, NAMESPACE};
 use crate::network::Net;
 
 /// Time for connections to finish.
@@ -57,6 +62,8 @@ pub(crate) struct Server {
     gates: Gates,
     handover: watch::Receiver<Handover>,
     phase: watch::Receiver<Phase>,
+    /// True while it writes to the cluster.
+    leader: watch::Receiver<bool>,
     /// Cancelled once it has found its predecessor, or that there is none.
     started: CancellationToken,
     /// A signal to the process.
@@ -69,6 +76,7 @@ pub(crate) struct Server {
 /// How a server starts.
 pub(crate) struct Start<'a> {
     pub(crate) net: &'a Net,
+    pub(crate) cluster: Option<&'a Cluster>,
     pub(crate) ca: Ca,
     pub(crate) clock: Clock,
     pub(crate) state_dir: PathBuf,
@@ -126,6 +134,11 @@ impl Start<'_> {
         let certificate =
             ServerCertificate::start(self.ca.clone(), ServerNames::default(), &id, PkiMetrics::default())?;
         let policy = EnrollPolicy { standing: standing.clone(), tokens: true };
+        let certificate = Arc::new(certificate);
+        let leader = match self.cluster {
+            Some(cluster) => self.follow(cluster, (&runtime, &said), &certificate, &standing),
+            None => watch::channel(false).1,
+        };
         let enroll =
             EnrollService::new(certificate.ca.clone(), self.ca.state_dir(), policy, PkiMetrics::default());
         let context = links(&runtime, &said, trusted.clone(), standing.clone());
@@ -173,7 +186,7 @@ impl Start<'_> {
             state_dir: self.state_dir,
             runtime: runtime.clone(),
             said,
-            certificate: Arc::new(certificate),
+            certificate,
             port,
             to_peers,
             gates: gates.clone(),
@@ -191,11 +204,46 @@ impl Start<'_> {
             gates,
             handover,
             phase,
+            leader,
             started,
             signal,
             ends_when_passed,
             serving,
             _followed,
+        })
+    }
+
+    /// Follows the cluster, and takes part in writing to it.
+    fn follow(
+        &self,
+        cluster: &Cluster,
+        (runtime, said): (&Runtime, &Said),
+        certificate: &Arc<ServerCertificate>,
+        standing: &Standing,
+    ) -> watch::Receiver<bool> {
+        let (client, mut registry) =
+            (cluster.client(self.process.0, runtime.stop.clone()), Registry::default());
+        let (names, nodes) = (ObjectNames::default(), NodeCount::default());
+        Kube::over(client, NAMESPACE, names, nodes, &mut registry).start(KubeParts {
+            runtime,
+            state_dir: self.state_dir.clone(),
+            listeners: Listeners { https: 0, secure: BTreeMap::new(), http: 0, pairs: 0 },
+            selector: Selector::default(),
+            allow_empty: false,
+            peers: said.peers.clone(),
+            settings: said.settings.clone(),
+            known_nodes: said.known_nodes.clone(),
+            nodes_known: runtime.readiness.pending("nodes"),
+            ports_known: runtime.readiness.pending("ports"),
+            writes: Some(Writes {
+                certificate: certificate.clone(),
+                server_names: ServerNames::default(),
+                node_condition: true,
+                dns_records: None,
+                pki_metrics: PkiMetrics::default(),
+                standing: standing.clone(),
+                eligible: said.eligible.subscribe(),
+            }),
         })
     }
 
@@ -325,6 +373,11 @@ impl Server {
 
     pub(crate) fn has_ended(&self) -> bool {
         self.serving.is_finished()
+    }
+
+    /// True while it writes to the cluster.
+    pub(crate) fn leads(&self) -> bool {
+        *self.leader.borrow()
     }
 
     pub(crate) fn epoch(&self, node: &NodeName) -> Option<u64> {

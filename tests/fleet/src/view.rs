@@ -25,6 +25,8 @@ pub(crate) struct OfServer {
     pub(crate) is_settled: bool,
     pub(crate) accepts: bool,
     pub(crate) goes_on: bool,
+    /// It writes to the cluster.
+    leads: bool,
     pub(crate) epochs: Vec<Option<u64>>,
     /// Processes of other servers that have the node.
     pub(crate) holders: Vec<Vec<(usize, usize)>>,
@@ -76,6 +78,7 @@ impl OfServer {
             is_settled: server.is_settled(),
             accepts: server.accepts(),
             goes_on: server.goes_on(),
+            leads: server.leads(),
             epochs: nodes.iter().map(|node| server.epoch(node)).collect(),
             holders: nodes.iter().map(holders).collect(),
             linked: linked.iter().filter_map(|peer| Some(server::process(&peer.server_id)?.0)).collect(),
@@ -109,7 +112,8 @@ impl fmt::Display for View {
             let (index, process) = server.process;
             let settled = if server.is_settled { "" } else { "!" };
             let accepts = if server.accepts { "+" } else { "" };
-            write!(f, "server-{index}.{process}{accepts}{settled}[")?;
+            let leads = if server.leads { "*" } else { "" };
+            write!(f, "server-{index}.{process}{accepts}{settled}{leads}[")?;
             for (epoch, holders) in server.epochs.iter().zip(&server.holders) {
                 write!(f, " {}/", epoch.map_or(0, |epoch| epoch % 1_000_000))?;
                 let holders: Vec<_> =

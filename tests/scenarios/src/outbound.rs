@@ -1,6 +1,6 @@
 //! Workloads on edge nodes reach the cloud and each other through the server, as far as its policy permits.
 use std::fs;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
@@ -26,6 +26,7 @@ scenarios! {
     who_waits_for_a_server_is_told_with_all_others,
     who_has_given_up_is_not_relayed_later,
     a_link_that_a_nat_has_forgotten_is_used_once,
+    a_link_whose_address_has_gone_is_not_used,
 }
 
 const SOON: Duration = Duration::from_secs(30);
@@ -316,4 +317,26 @@ async fn a_link_that_a_nat_has_forgotten_is_used_once(testbed: &Testbed) -> Resu
     // Sooner than PING would give that link up.
     let mut next = client::connect_from(one, local, SOON).await?;
     client::echo(&mut next, b"after").await.context("on the next link")
+}
+
+async fn a_link_whose_address_has_gone_is_not_used(testbed: &Testbed) -> Result<()> {
+    const NEXT: Ipv4Addr = Ipv4Addr::new(192, 168, 50, 3);
+    // A link that is silent is noticed after ten seconds.
+    const AT_ONCE: Duration = Duration::from_secs(6);
+    let server = server(testbed, POLICY)?.start().await?;
+    let agent = edge(&server, 1).await?;
+    let (edge, local) = (testbed.edge(1), SocketAddr::from(([127, 0, 0, 1], MAP)));
+    let _echo = Target::start(&testbed.cloud, CLOUD, 9300, Behaviour::Echo)?;
+    let mut first = client::connect_from(&edge.ns, local, SOON).await?;
+    client::echo(&mut first, b"over the first address").await?;
+    // Otherwise the second address is deleted with the first.
+    edge.ns.write("/proc/sys/net/ipv4/conf/eth0/promote_secondaries", "1")?;
+    edge.ns.ip(&format!("addr add {NEXT}/24 dev eth0"))?;
+    edge.ns.ip(&format!("addr del {}/24 dev eth0", edge.address))?;
+    edge.ns.ip("route replace default via 192.168.50.1")?;
+    agent.wait_log("link lost its address, replacing it").await?;
+    let mut next = client::connect_from(&edge.ns, local, SOON).await?;
+    let echoed = tokio::time::timeout(AT_ONCE, client::echo(&mut next, b"over the second")).await;
+    echoed.context("no answer over the second address")??;
+    Ok(())
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -34,6 +35,8 @@ pub(super) struct Link {
     send: SendRequest<Bytes>,
     pub(super) flow: Arc<Flow>,
     pub(super) stalls: StallBound,
+    /// Its address at this end, if that is one of this node's that can go away.
+    local: Option<IpAddr>,
     /// Cancelled when the link has ended.
     pub(super) over: CancellationToken,
     /// Cancelled when no new stream may use the link.
@@ -105,7 +108,7 @@ impl Links {
     async fn link(&self) -> Result<Arc<Link>, String> {
         let asked = Instant::now();
         let mut current = self.current.lock().await;
-        if let Some(link) = current.link.as_ref().filter(|link| !link.used_up.is_cancelled()) {
+        if let Some(link) = current.link.as_ref().filter(|link| self.may_use(link)) {
             return Ok(link.clone());
         }
         if let Some((ended, reason)) = &current.failed
@@ -121,6 +124,20 @@ impl Links {
                 Err(reason)
             }
         }
+    }
+
+    /// False also for a link whose address this node has lost: nothing arrives over it any more, which its PINGs notice much
+    /// later.
+    fn may_use(&self, link: &Link) -> bool {
+        let lost = link.local.is_some_and(|local| !self.has(local));
+        if lost {
+            link.used_up.cancel();
+        }
+        !link.used_up.is_cancelled()
+    }
+
+    fn has(&self, address: IpAddr) -> bool {
+        self.shared.runtime.addresses.borrow().contains(&address)
     }
 
     async fn connect_to_any(&self) -> Result<Arc<Link>, String> {
@@ -140,6 +157,8 @@ impl Links {
         let tls = agent_tls(&self.shared.identity.borrow(), ALPN_EDGE).map_err(io::Error::other)?;
         let reached = self.shared.runtime.config.reach.connect(&Server::Named(server.to_string())).await?;
         link::tune_link(&reached.stream);
+        let local = reached.stream.local_addr()?.ip();
+        let local = (!reached.stream.is_multipath() && self.has(local)).then_some(local);
         let stream = TlsConnector::from(tls).connect(server_name(), reached.stream).await?;
         let io = LinkIo::new(stream);
         let flow = io.flow();
@@ -148,8 +167,8 @@ impl Links {
         let pings = connection.ping_pong();
         let (over, used_up) = (CancellationToken::new(), CancellationToken::new());
         let stalls = StallBound::new(link::AGENT_STALL_BYTES, link::STREAM_WINDOW as usize);
-        let link =
-            Arc::new(Link { send, flow: flow.clone(), stalls, over: over.clone(), used_up: used_up.clone() });
+        let (of_link, all) = (flow.clone(), used_up.clone());
+        let link = Arc::new(Link { send, flow: of_link, stalls, local, over: over.clone(), used_up: all });
         let ended = over.drop_guard();
         let driven = link::drive(connection, flow.clone());
         let weak = Arc::downgrade(&link);

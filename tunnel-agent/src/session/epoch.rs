@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
 use parking_lot::Mutex;
-use tokio::sync::Semaphore;
-use tokio::time::{Instant, timeout_at};
+use tokio::sync::{Semaphore, oneshot};
+use tokio::time::timeout;
 use tunnel_runtime::blocking::blocking;
 use tunnel_runtime::clock::Clock;
 use tunnel_runtime::state_file::StateFile;
@@ -41,8 +41,8 @@ impl EpochSource {
         Self(Arc::new(Source { file, last, clock, storing }))
     }
 
-    /// Returns the next epoch, which is stored before it is used. A disk that is full, read-only or slow does not stop
-    /// the agent.
+    /// Returns the next epoch, which is stored before it is used. A disk that is full, read-only or slow, even to read, does not
+    /// stop the agent.
     ///
     /// # Errors
     /// Its thread has panicked.
@@ -51,19 +51,22 @@ impl EpochSource {
     }
 
     async fn next_within(&self, patience: Duration) -> io::Result<u64> {
-        let until = Instant::now() + patience;
-        let source = self.0.clone();
-        let epoch = blocking(move || source.choose()).await?;
+        let (choosing, mut chosen) = oneshot::channel();
         let source = self.0.clone();
         let storing = async move {
             let turn = source.storing.clone().acquire_owned().await.map_err(io::Error::other)?;
             let store = move || {
+                source.read();
+                // Nobody waits for it any more if reading has taken too long.
+                let _ = choosing.send(source.choose());
                 source.store();
                 drop(turn);
             };
             blocking(store).await
         };
-        match timeout_at(until, storing).await {
+        let stored = timeout(patience, storing).await;
+        let epoch = chosen.try_recv().unwrap_or_else(|_| self.0.choose());
+        match stored {
             Ok(stored) => stored?,
             Err(_) => {
                 let file = self.0.file.path().display();
@@ -75,11 +78,16 @@ impl EpochSource {
 }
 
 impl Source {
+    /// Another agent of this node, from which this one takes over, may have used higher epochs meanwhile.
+    fn read(&self) {
+        let read = self.file.read().ok().flatten().unwrap_or_default();
+        let mut last = self.last.lock();
+        *last = read.max(*last);
+    }
+
     fn choose(&self) -> u64 {
         let now = self.clock.now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
         let mut last = self.last.lock();
-        // Another agent of this node, from which this one takes over, may have used higher epochs meanwhile.
-        *last = self.file.read().ok().flatten().unwrap_or_default().max(*last);
         *last = u64::try_from(now).unwrap_or(u64::MAX - 1).max(last.saturating_add(1));
         *last
     }
@@ -97,6 +105,7 @@ mod tests {
 
     /// Chooses an epoch and waits until it is stored.
     fn next(source: &EpochSource) -> u64 {
+        source.0.read();
         let epoch = source.0.choose();
         source.0.store();
         epoch
@@ -153,18 +162,31 @@ mod tests {
         let patient = async || source.next_within(Duration::from_secs(600)).await.unwrap();
         let first = patient().await;
         assert_eq!(stored(), first.to_string());
-        // The write is still going on when the time is up.
+        // A thread is still reading or writing when the time is up.
         let second = source.next_within(Duration::ZERO).await.unwrap();
         assert!(second > first);
         let turn = source.0.storing.clone().acquire_owned().await.unwrap();
-        assert_eq!(stored(), second.to_string());
+        let before = stored();
+        assert!(before.parse::<u64>().unwrap() >= second, "{before} is stored, not {second}");
         // Another thread is still waiting for the disk.
         let third = source.next_within(Duration::ZERO).await.unwrap();
         assert!(third > second);
-        assert_eq!(stored(), second.to_string());
+        assert_eq!(stored(), before);
         drop(turn);
         let fourth = patient().await;
         assert!(fourth > third);
         assert_eq!(stored(), fourth.to_string());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_file_that_takes_long_to_read_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let source = EpochSource::open(dir.path().join("epoch"), Clock::default());
+        tunnel_runtime::blocking::set_disk(|| PATIENCE * 20);
+        let started = tokio::time::Instant::now();
+        let first = source.next().await.unwrap();
+        let second = source.next().await.unwrap();
+        assert!(second > first);
+        assert_eq!(started.elapsed(), PATIENCE * 2);
     }
 }

@@ -270,10 +270,8 @@ impl LinkLoop {
             self.observed.lock().waiting = false;
         }
         leftovers.close();
-        tokio::select! {
-            () = leftovers.wait() => {}
-            () = runtime.shutdown.forced() => {}
-        }
+        // A forced end leaves them the moment that they take to close.
+        leftovers.wait().await;
     }
 
     fn note_end(&self, end: &SessionEnd) {

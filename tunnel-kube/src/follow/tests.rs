@@ -1,6 +1,7 @@
 //! Rate of requests while lists or watches fail, on a paused clock.
 
 use std::convert::Infallible;
+use std::io;
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
@@ -23,7 +24,10 @@ fn answer(code: u16, body: &str) -> ApiResponse {
 }
 
 fn failure(code: u16) -> ApiResponse {
-    let message = "services is forbidden: cannot watch";
+    failure_with(code, "services is forbidden: cannot watch")
+}
+
+fn failure_with(code: u16, message: &str) -> ApiResponse {
     answer(
         code,
         &format!(
@@ -49,6 +53,7 @@ const MODIFIED: &str = r#"{"type":"MODIFIED","object":{"apiVersion":"v1","kind":
 const BOOKMARK: &str =
     r#"{"type":"BOOKMARK","object":{"apiVersion":"v1","kind":"Service","metadata":{"resourceVersion":"7"}}}"#;
 const GONE: &str = r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"too old","reason":"Expired","code":410}}"#;
+const UNDECODABLE: &str = r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"unable to decode","reason":"InternalError","code":500}}"#;
 
 /// Times at which lists and watches were requested.
 #[derive(Clone, Default)]
@@ -66,6 +71,11 @@ impl Requests {
 
 /// An API server whose lists always work, and whose n-th watch is answered by `watch(n)`.
 fn server(watch: impl Fn(usize) -> ApiResponse + Send + 'static) -> (Client, Requests) {
+    unsteady_server(move |number| Ok(watch(number)))
+}
+
+/// The same, but the connection of a watch may fail.
+fn unsteady_server(watch: impl Fn(usize) -> io::Result<ApiResponse> + Send + 'static) -> (Client, Requests) {
     let requests = Requests::default();
     let noted = requests.clone();
     let service = tower::service_fn(move |request: Request<Body>| {
@@ -76,9 +86,9 @@ fn server(watch: impl Fn(usize) -> ApiResponse + Send + 'static) -> (Client, Req
         } else {
             noted.0.push(Instant::now());
             let list = r#"{"kind":"ServiceList","apiVersion":"v1","metadata":{"resourceVersion":"5"},"items":[{"metadata":{"name":"a"}}]}"#;
-            answer(200, list)
+            Ok(answer(200, list))
         };
-        std::future::ready(Ok::<_, Infallible>(answer))
+        std::future::ready(answer)
     });
     (Client::new(MapResponse::new(service, keep_retry_after), "default"), requests)
 }
@@ -123,11 +133,15 @@ async fn follow_so_for_an_hour(settings: FollowSettings, client: Client) -> Seen
 #[tokio::test(start_paused = true)]
 async fn requests_stay_rare_where_lists_work_and_watches_fail() {
     type Watch = fn(usize) -> ApiResponse;
-    let broken: [(&str, Watch); 3] = [
+    let broken: [(&str, Watch); 5] = [
         ("cannot watch", |_| failure(403)),
         // A proxy that cuts streams.
         ("ended immediately", |_| answer(200, "")),
         ("too old", |_| standing(GONE)),
+        ("unable to decode", |_| standing(UNDECODABLE)),
+        ("Too large resource version", |_| {
+            failure_with(504, "Timeout: Too large resource version: 9, current: 5")
+        }),
     ];
     for (reason, watch) in broken {
         let (client, requests) = server(watch);
@@ -144,6 +158,45 @@ async fn requests_stay_rare_where_lists_work_and_watches_fail() {
         let pauses: Vec<_> = requests.watches().windows(2).map(|pair| pair[1] - pair[0]).collect();
         assert!(pauses[10..].iter().all(|pause| *pause >= Duration::from_secs(30)), "{pauses:?}");
     }
+}
+
+/// Ten thousand clients that list would add to an overload, and the version is as good as before.
+#[tokio::test(start_paused = true)]
+async fn neither_an_overload_nor_a_failed_connection_leads_to_a_list() {
+    type Watch = fn() -> io::Result<ApiResponse>;
+    let broken: [Watch; 5] = [
+        || Err(io::ErrorKind::ConnectionRefused.into()),
+        || Ok(failure(429)),
+        || Ok(failure(500)),
+        || Ok(failure(503)),
+        || Ok(failure(504)),
+    ];
+    for (index, watch) in broken.into_iter().enumerate() {
+        let (client, requests) = unsteady_server(move |_| watch());
+        let seen = follow_for_an_hour(client).await;
+        let (lists, failed) = (requests.lists().len(), seen.failures.len());
+        assert!(lists == 1 && failed >= 60, "case {index}: {lists} lists, {failed} failures");
+        // A server lists sooner: at the fourth failure that counts.
+        let (client, requests) = unsteady_server(move |number| match number {
+            1..=12 => watch(),
+            _ => Ok(standing_for(BOOKMARK, 50)),
+        });
+        follow_so_for_an_hour(FollowSettings::SERVER, client).await;
+        assert_eq!(requests.lists().len(), 1, "case {index}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn failures_that_count_lead_to_a_list_whatever_fails_between_them() {
+    let (client, requests) = server(|number| match (number, number % 2) {
+        (1..=8, 0) => failure(403),
+        (1..=8, _) => failure(503),
+        _ => standing_for(BOOKMARK, 50),
+    });
+    follow_so_for_an_hour(FollowSettings::SERVER, client).await;
+    let (lists, watches) = (requests.lists(), requests.watches());
+    assert_eq!(lists.len(), 2, "{lists:?}");
+    assert!((watches[7]..=watches[8]).contains(&lists[1]), "{lists:?} {watches:?}");
 }
 
 #[tokio::test(start_paused = true)]

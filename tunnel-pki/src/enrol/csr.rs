@@ -1,7 +1,7 @@
 //! The first certificate in a cluster: by a CertificateSigningRequest that a server signs.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::certificates::v1::{CertificateSigningRequest, CertificateSigningRequestSpec};
@@ -14,6 +14,7 @@ use rustls_pki_types::pem::PemObject;
 use tunnel_kube::{SIGNER, request};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::backoff::jittered;
+use tunnel_runtime::clock::Clock;
 use tunnel_runtime::files::FileError;
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::text::printable;
@@ -33,6 +34,8 @@ const LATER_POLL: Duration = Duration::from_secs(120);
 const FIRST_POLLS: Duration = Duration::from_secs(60);
 /// Interval of the log message that a request is still waiting.
 const REMIND: Duration = Duration::from_secs(60);
+/// How often a clock by which the certificate has expired is looked at.
+const CLOCK: Duration = Duration::from_secs(1);
 /// Kubernetes' limit on a name (253), less the prefix and the suffix of [`request_name`].
 const MAX_NODE_IN_NAME: usize = 230;
 
@@ -70,12 +73,14 @@ pub struct CsrEnrolment {
     files: IdentityFiles,
     state_dir: PathBuf,
     pub(crate) pace: Pace,
+    pub clock: Clock,
 }
 
 impl CsrEnrolment {
     /// Keeps the key and the certificate in `state_dir`.
     pub fn new(api: Client, (holder, node): (Holder, NodeName), state_dir: PathBuf, pace: Pace) -> Self {
-        Self { api, holder, node, files: IdentityFiles::new(&state_dir, holder), state_dir, pace }
+        let (files, clock) = (IdentityFiles::new(&state_dir, holder), Clock::default());
+        Self { api, holder, node, files, state_dir, pace, clock }
     }
 
     /// Returns the identity on disk if it is this node's and has not expired, else a new one.
@@ -88,8 +93,13 @@ impl CsrEnrolment {
             Ok(Some(identity)) if identity.node != self.node => {
                 format!("the identity in {} is node {}'s", self.state_dir.display(), identity.node)
             }
-            Ok(Some(identity)) if identity.validity.is_over(SystemTime::now()) => {
-                "the certificate has expired".to_owned()
+            Ok(Some(identity)) if identity.validity.is_over(self.clock.now()) => {
+                tracing::warn!(node = %self.node, reason = "the certificate has expired", "enrolling again");
+                // Also without an answer: the clock may have been wrong.
+                return tokio::select! {
+                    enrolled = self.enrol() => enrolled,
+                    () = self.has_time_for(&identity) => Ok(identity),
+                };
             }
             Ok(Some(identity)) => return Ok(identity),
             Err(error @ IdentityError::File(FileError::Io { .. })) => return Err(error.into()),
@@ -98,6 +108,13 @@ impl CsrEnrolment {
         };
         tracing::warn!(node = %self.node, reason = doubt, "enrolling again");
         self.enrol().await
+    }
+
+    /// Waits until the certificate has not expired by this node's clock, which may be set right.
+    async fn has_time_for(&self, identity: &AgentIdentity) {
+        while identity.validity.is_over(self.clock.now()) {
+            tokio::time::sleep(CLOCK).await;
+        }
     }
 
     async fn enrol(&self) -> Result<AgentIdentity, EnrollError> {
@@ -125,8 +142,17 @@ impl CsrEnrolment {
         loop {
             match self.attempt(key, &mut object).await {
                 Ok(identity) => {
-                    tracing::info!(node = %self.node, "enrolled through the API server");
-                    return Ok(identity);
+                    let pause = jittered(self.pace.refused, 0.5);
+                    if identity.validity.is_over(self.clock.now()) {
+                        let reason = "this node's clock is ahead of the end of the new certificate";
+                        let retry_in_s = pause.as_secs();
+                        tracing::error!(node = %self.node, reason, retry_in_s, "waiting for the right time");
+                    }
+                    if tokio::time::timeout(pause, self.has_time_for(&identity)).await.is_ok() {
+                        tracing::info!(node = %self.node, "enrolled through the API server");
+                        return Ok(identity);
+                    }
+                    object = self.object(&pem);
                 }
                 Err(AttemptError::Refused(reason)) => {
                     let pause = jittered(self.pace.refused, 0.5);
@@ -247,8 +273,8 @@ fn signing_request(key: &PrivateKey, holder: Holder, node: &NodeName) -> Result<
     create_named_csr(key, holder, node)?.pem().map_err(|error| IdentityError::Csr(error.to_string()))
 }
 
-/// Parses an answer: the certificate followed by the roots. It must be for this holder and this key, valid now, and
-/// signed by one of the roots.
+/// Parses an answer: the certificate followed by the roots. It must be for this holder and this key, and signed by one of the
+/// roots.
 fn identity_of(
     pem: &[u8],
     key: &PrivateKey,
@@ -263,11 +289,7 @@ fn identity_of(
     }
     let roots = TrustBundle::new(certificates.split_off(1))?;
     let identity = AgentIdentity::from_pem(&pem_of_certificates(&certificates), &key.to_pem(), roots)?;
-    let identity = check_issued(identity, holder, node)?;
-    if identity.validity.is_over(SystemTime::now()) {
-        return Err(IdentityError::Parse("it has expired: is this node's clock right?".into()));
-    }
-    Ok(identity)
+    check_issued(identity, holder, node)
 }
 
 #[cfg(test)]

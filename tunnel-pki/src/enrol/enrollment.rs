@@ -9,12 +9,13 @@ use http::Uri;
 use hyper_util::rt::TokioIo;
 use rustls::ClientConfig;
 use rustls_pki_types::CertificateDer;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Status};
+use tonic::{Code, Response, Status};
 use tower::service_fn;
-use tunnel_link::link::Wire;
+use tunnel_link::link::{Wire, tune_link};
 use tunnel_link::proto::EnrollResponse;
 use tunnel_link::proto::enrollment_client::EnrollmentClient;
 use tunnel_runtime::NodeName;
@@ -45,19 +46,18 @@ impl Connection {
         tls: &Arc<ClientConfig>,
     ) -> Result<Self, AttemptError> {
         let (stream, server_chain) = connect(reach, server, tls).await?;
-        let mut stream = Some(TokioIo::new(stream));
-        let connector = service_fn(move |_: Uri| {
-            let stream = stream.take();
-            async move { stream.ok_or_else(|| io::Error::other("the connection was closed")) }
-        });
-        // The name is only the :authority. The connector already has the connection.
-        let channel = Endpoint::from_static("http://tunnel-server.postern.internal")
-            .timeout(CALL_TIMEOUT)
-            .connect_with_connector(connector)
-            .await
-            .map_err(|error| AttemptError::Transient(chain(&error)))?;
-        let client = EnrollmentClient::new(channel).max_decoding_message_size(MAX_MESSAGE);
-        Ok(Self { client, server_chain })
+        tune_link(stream.get_ref().0);
+        Ok(Self { client: client(stream).await?, server_chain })
+    }
+
+    /// Returns the answer to a call, or gives the call up. A limit of tonic's own would end with the answer's headers.
+    pub(crate) async fn answer<T>(
+        call: impl Future<Output = Result<Response<T>, Status>>,
+    ) -> Result<T, AttemptError> {
+        let answer = tokio::time::timeout(CALL_TIMEOUT, call).await.map_err(|_| {
+            AttemptError::Transient(format!("no answer to the call within {} s", CALL_TIMEOUT.as_secs()))
+        })?;
+        Ok(answer?.into_inner())
     }
 
     /// Returns the identity in an answer. It must be for this holder and this key, and its roots must verify this very
@@ -80,6 +80,23 @@ impl Connection {
             .and_then(|identity| check_issued(identity, holder, node))
             .map_err(|error| AttemptError::Transient(format!("unusable answer: {error}")))
     }
+}
+
+/// Returns a client of the service at the other end.
+async fn client(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+) -> Result<EnrollmentClient<Channel>, AttemptError> {
+    let mut stream = Some(TokioIo::new(stream));
+    let connector = service_fn(move |_: Uri| {
+        let stream = stream.take();
+        async move { stream.ok_or_else(|| io::Error::other("the connection was closed")) }
+    });
+    // The name is only the :authority. The connector already has the connection.
+    let channel = Endpoint::from_static("http://tunnel-server.postern.internal")
+        .connect_with_connector(connector)
+        .await
+        .map_err(|error| AttemptError::Transient(chain(&error)))?;
+    Ok(EnrollmentClient::new(channel).max_decoding_message_size(MAX_MESSAGE))
 }
 
 /// Fetches the certificates that the server presents now. A link may be older than the server's certificate.
@@ -140,5 +157,31 @@ fn handshake_error(error: &io::Error, proxy: Option<&str>) -> AttemptError {
         Some(reason @ IdentityError::CaMismatch { .. }) => AttemptError::Refused(format!("{reason}{hint}")),
         Some(reason) => AttemptError::Transient(format!("TLS: {reason}{hint}")),
         None => AttemptError::Transient(format!("TLS: {error}{hint}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::Instant;
+    use tunnel_link::proto::RenewRequest;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_server_that_dies_behind_its_headers_does_not_hold_a_renewal() {
+        let (near, far) = tokio::io::duplex(1 << 16);
+        let server = tokio::spawn(async move {
+            let mut link = h2::server::handshake(far).await.unwrap();
+            let (_request, mut respond) = link.accept().await.unwrap().unwrap();
+            let headers = http::Response::builder().header("content-type", "application/grpc");
+            let _answer = respond.send_response(headers.body(()).unwrap(), false).unwrap();
+            while link.accept().await.is_some() {}
+        });
+        let mut client = client(near).await.unwrap();
+        let started = Instant::now();
+        let answer = Connection::answer(client.renew(RenewRequest { csr: Vec::new() })).await;
+        assert!(matches!(answer, Err(AttemptError::Transient(_))));
+        assert_eq!(started.elapsed(), CALL_TIMEOUT);
+        server.abort();
     }
 }

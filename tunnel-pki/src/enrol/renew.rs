@@ -293,9 +293,9 @@ impl Renewer {
         let key = self.files.pending_key_or_unsaved().map_err(AttemptError::transient)?;
         let csr = create_csr(&key).map_err(AttemptError::transient)?;
         let mut connection = Connection::open(&self.config.reach, server, &tls).await?;
-        let response = connection.client.renew(RenewRequest { csr }).await?;
+        let response = Connection::answer(connection.client.renew(RenewRequest { csr })).await?;
         let mut identity = connection.issued_identity(
-            &response.into_inner(),
+            &response,
             &key,
             (self.config.holder, &self.config.node),
             old.clock,

@@ -186,9 +186,9 @@ impl<'a> Round<'a> {
             token: self.token.expose_secret().to_owned(),
             csr: self.csr.clone(),
         };
-        let response = connection.client.enroll(request).await?;
+        let response = Connection::answer(connection.client.enroll(request)).await?;
         connection.issued_identity(
-            &response.into_inner(),
+            &response,
             &self.key,
             (self.config.holder, &self.config.node),
             Clock::default(),

@@ -147,7 +147,7 @@ impl Source {
                 let _ = apply(inventory).await;
                 tasks.spawn(file.run(apply, drain.shutdown().draining_token().clone()));
             }
-            Self::Kubernetes(kube) => kube.start(parts),
+            Self::Kubernetes(kube) => drop(kube.start(parts)),
         }
     }
 }

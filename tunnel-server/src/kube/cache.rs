@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 use tunnel_kube::Health;
 use tunnel_routing::Router;
 use tunnel_routing::inventory::Inventory;
+use tunnel_runtime::blocking::blocking;
 use tunnel_runtime::state_file::StateFile;
 
 use crate::runtime::settings::Settings;
@@ -76,7 +77,7 @@ impl ClusterCache {
     /// Loads the file. Returns None if there is none that can be used; the reason is logged.
     pub async fn load(&self) -> Option<Content> {
         let file = self.0.clone();
-        let content = tokio::task::spawn_blocking(move || file.load()).await.ok().flatten()?;
+        let content = blocking(move || file.load()).await.ok().flatten()?;
         if content.version != VERSION {
             let (path, version) = (self.0.path().display(), content.version);
             tracing::warn!(%path, version, "ignoring a state file of an unknown version");

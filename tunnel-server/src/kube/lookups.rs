@@ -12,7 +12,7 @@ use tunnel_kube::request;
 
 use super::read::SERVICE_NAME;
 use super::read::cluster_ips::PartialService;
-use crate::listener::{Cluster, ClusterService, Endpoint};
+use crate::listener::{Cluster, ClusterService, Endpoint, Listed};
 
 /// Time limit for the API server.
 const DEADLINE: Duration = Duration::from_secs(4);
@@ -37,7 +37,7 @@ impl Cluster for Lookups {
         Ok(pod.map(|pod| pod.spec.and_then(|spec| spec.node_name).unwrap_or_default()))
     }
 
-    async fn endpoints(&self, name: &str, namespace: &str, port: u16) -> Result<Vec<Endpoint>, String> {
+    async fn endpoints(&self, name: &str, namespace: &str, port: u16) -> Result<Listed, String> {
         let services = Api::<Service>::namespaced(self.client.clone(), namespace);
         let full_name = format!("{name}.{namespace}");
         let service = request(DEADLINE, "reading Service", &full_name, services.get_opt(name)).await;
@@ -47,14 +47,14 @@ impl Cluster for Lookups {
         let mut tcp = ports.iter().filter(|known| is_tcp(known.protocol.as_deref()));
         let of_service = tcp.find(|known| known.port == i32::from(port));
         let Some(of_service) = of_service else {
-            return Err(format!("there is no Service {full_name} with a TCP port {port}"));
+            return Ok(Err(format!("there is no Service {full_name} with a TCP port {port}")));
         };
         let wanted = of_service.name.as_deref().unwrap_or_default();
         let found = self.endpoints_by_name(name, namespace, wanted).await?;
         if found.is_empty() {
-            return Err(format!("the Service {full_name} has no ready endpoint"));
+            return Ok(Err(format!("the Service {full_name} has no ready endpoint")));
         }
-        Ok(found)
+        Ok(Ok(found))
     }
 
     async fn endpoints_by_name(

@@ -112,18 +112,29 @@ impl Kube {
         registry: &mut Registry,
     ) -> Result<Self, ConfigError> {
         let (client, namespace) = options.connect().await?;
+        Ok(Self::over(client, &namespace, options.names.clone(), nodes, registry))
+    }
+
+    /// The same with a client of this namespace.
+    pub fn over(
+        client: kube::Client,
+        namespace: &str,
+        names: ObjectNames,
+        nodes: NodeCount,
+        registry: &mut Registry,
+    ) -> Self {
         let records_left_out = Gauge::default();
         let help = "Nodes without a DNS record: the ConfigMap is full, or their names have dots and are in no zone of --dns-zones; 0 on servers that do not write it";
         registry.register("dns_records_left_out", help, records_left_out.clone());
-        Ok(Self {
+        Self {
             client,
             namespace: namespace.into(),
-            names: Arc::new(options.names.clone()),
+            names: Arc::new(names),
             health: Health::register(registry),
             nodes,
             records_left_out,
             age: Age::register(registry),
-        })
+        }
     }
 
     /// The CA of the cluster's Secret; waits for the API server when there is none on this host either.
@@ -162,8 +173,8 @@ impl Kube {
     }
 
     /// Starts every part; for a redirector only those that it follows. What writes for all servers stops when the drain starts,
-    /// the rest with the stop.
-    pub fn start(self, parts: Parts<'_>) {
+    /// the rest with the stop. The receiver is true while this server writes to the cluster.
+    pub fn start(self, parts: Parts<'_>) -> watch::Receiver<bool> {
         let Parts { runtime, state_dir, listeners, writes, .. } = parts;
         let (router, tasks, stop) = (runtime.router.clone(), &runtime.tasks, runtime.stop.clone());
         // The server stops soon: its agents leave, which is not to be written to the cluster.
@@ -189,7 +200,7 @@ impl Kube {
             namespace: self.namespace,
             names: self.names,
             identity: id.into(),
-            leader,
+            leader: leader.clone(),
             inventory: nodes.clone(),
             settings: ports.clone(),
             health: self.health,
@@ -223,7 +234,7 @@ impl Kube {
         tasks.spawn(configmap::run(context.clone(), events.clone(), listeners.clone(), say_ports));
         tasks.spawn(service_ranges::run(context.clone(), say_ranges, service_ranges::AGAIN));
         tasks.spawn(peers::run(context.clone(), state_dir.clone(), parts.peers));
-        let (Some(writes), Some(events)) = (writes, events) else { return };
+        let (Some(writes), Some(events)) = (writes, events) else { return leader };
         tasks.spawn(revocations::follow(context.clone(), RevocationStore::new(&state_dir)));
         tasks.spawn(authority::follow(context.clone(), state_dir));
         let ca = writes.certificate.ca.clone();
@@ -234,9 +245,10 @@ impl Kube {
         tasks.spawn(service::run(writers.clone(), listeners));
         let (sessions, peers) = (runtime.sessions.clone(), runtime.peers.clone());
         let own = Tunnels { changed: sessions.changed(), nodes: move || sessions.live() };
-        let elsewhere = Tunnels { changed: peers.changed(), nodes: move || peers.nodes() };
+        let elsewhere = Tunnels { changed: peers.changed(), nodes: move || peers.nodes_and_lost() };
         tasks.spawn(tunnels::run(writers, events, own, elsewhere, writes.node_condition));
         tasks.spawn(names::run(context, writes.certificate, writes.server_names));
+        leader
     }
 }
 

@@ -15,7 +15,7 @@ use super::error::ClusterError;
 
 /// Something computed from inputs, and written when it differs.
 pub(super) trait Reconcile: Send {
-    /// Earliest time of the next reconciliation, whatever changes; used to write large objects rarely.
+    /// Earliest time of the next reconciliation, whatever changes or fails; used to write large objects rarely.
     fn not_before(&self) -> Option<Instant> {
         None
     }
@@ -69,7 +69,8 @@ pub(super) async fn run<R: Reconcile>(
                             if !error.is_conflict() {
                                 attempts.report(&error);
                             }
-                            retry_at = Some(Instant::now() + attempts.next_delay());
+                            let at = Instant::now() + attempts.next_delay();
+                            retry_at = Some(target.not_before().map_or(at, |earliest| earliest.max(at)));
                             retry_at
                         }
                     };
@@ -88,4 +89,42 @@ pub(super) fn changes<T: Send + Sync>(
         receiver.changed().await.ok()?;
         Some(((), receiver))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use parking_lot::Mutex;
+    use tokio::time::timeout;
+
+    use super::*;
+
+    /// Longer than any delay of [`Attempts`].
+    const PACE: Duration = Duration::from_secs(60);
+
+    /// Fails, and remembers when.
+    struct Paced(Arc<Mutex<Vec<Instant>>>);
+
+    impl Reconcile for Paced {
+        fn not_before(&self) -> Option<Instant> {
+            self.0.lock().last().map(|last| *last + PACE)
+        }
+
+        async fn reconcile(&mut self, _: &mut Attempts) -> Result<Option<Instant>, ClusterError> {
+            self.0.lock().push(Instant::now());
+            Err(ClusterError::Missing("a/b".to_owned()))
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_retry_keeps_to_the_pace() {
+        let times = Arc::new(Mutex::new(Vec::new()));
+        let (target, never) = (Paced(times.clone()), stream::pending::<Input<Paced>>());
+        let running = run(target, never, Duration::ZERO, Attempts::new("a test"), CancellationToken::new());
+        timeout(PACE * 10, running).await.unwrap_err();
+        let times = times.lock();
+        let pauses: Vec<_> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        assert!(pauses.len() >= 8 && pauses.iter().all(|pause| *pause >= PACE), "{pauses:?}");
+    }
 }

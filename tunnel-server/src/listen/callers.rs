@@ -89,7 +89,7 @@ impl Callers {
         let (token_file, tokens) = tokens.unzip();
         let gatekeeper = Arc::new(Gatekeeper {
             authenticator: Arc::new(Authenticator::new(tokens.unwrap_or_default(), reviewer)),
-            services: cluster.map_or(Services::Resolver, Services::Cluster),
+            services: cluster.map_or(Services::Resolver, |api| Services::Cluster(api, Default::default())),
             policy: ArcSwap::from_pointee(policy.unwrap_or_default()),
             router: runtime.router.clone(),
         });

@@ -33,7 +33,7 @@ mod way;
 mod workload;
 
 pub(crate) use access_log::AccessLogGuard;
-pub use cluster::{Cluster, ClusterIps, ClusterService, Endpoint};
+pub use cluster::{Cluster, ClusterIps, ClusterService, Endpoint, Listed};
 pub use config::{ConnectConfig, ListenerConfig, parse_secure_ports};
 pub(crate) use config::{MOST_SECURE_PORTS, Others};
 pub(crate) use connect::{Gatekeeper, Reception, Services};

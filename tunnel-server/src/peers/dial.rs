@@ -81,6 +81,7 @@ pub async fn follow(context: Arc<PeerContext>, mut addresses: watch::Receiver<Ar
     let mut links = JoinSet::new();
     loop {
         let wanted = addresses.borrow_and_update().clone();
+        context.peers.want(&wanted);
         kept.retain(|address, removed| {
             let stays = wanted.contains(address);
             if !stays {

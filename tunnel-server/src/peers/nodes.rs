@@ -9,6 +9,7 @@ use tokio_util::sync::CancellationToken;
 use tunnel_routing::{Router, TunnelHolder};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::admin;
+use tunnel_runtime::config::HostPort;
 
 use super::peer::Peer;
 use crate::pki::{Refusal, Standing};
@@ -17,6 +18,8 @@ use crate::pki::{Refusal, Standing};
 pub struct Peers {
     up: RwLock<Vec<Arc<Peer>>>,
     nodes: RwLock<HashMap<NodeName, RemoteNode>>,
+    /// The addresses to link with.
+    wanted: RwLock<HashSet<String>>,
     /// Not set: no node is revoked.
     standing: OnceLock<Standing>,
     /// The status that the other servers may ask for. Weak, as it reads this.
@@ -31,6 +34,8 @@ struct RemoteNode {
     peers: Vec<Arc<Peer>>,
     /// True if it is reached through them: it is not revoked.
     offered: bool,
+    /// The address of the server that had it last, if the link with that was lost: the node may still be there.
+    lost_at: Option<String>,
 }
 
 impl Peers {
@@ -39,6 +44,7 @@ impl Peers {
         Self {
             up: RwLock::default(),
             nodes: RwLock::default(),
+            wanted: RwLock::default(),
             standing: OnceLock::new(),
             status: OnceLock::new(),
             router,
@@ -102,8 +108,17 @@ impl Peers {
         all.iter().filter(|(_, remote)| remote.offered).map(|(node, _)| node.clone()).collect()
     }
 
-    /// Incremented when a node appears at its first other server, or vanishes from its last. A receiver may see several
-    /// changes as one.
+    /// The same, and the nodes that were last at a server which is not linked, but should be: they may still be there.
+    pub fn nodes_and_lost(&self) -> (BTreeSet<NodeName>, BTreeSet<NodeName>) {
+        let all = self.nodes.read();
+        let names = |those: fn(&RemoteNode) -> bool| -> BTreeSet<NodeName> {
+            all.iter().filter(|(_, remote)| those(remote)).map(|(node, _)| node.clone()).collect()
+        };
+        (names(|remote| remote.offered), names(|remote| remote.lost_at.is_some()))
+    }
+
+    /// Incremented when a node appears at its first other server, or vanishes from its last, and when it is known to be no
+    /// longer at one that was lost. A receiver may see several changes as one.
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.changed.subscribe()
     }
@@ -129,12 +144,36 @@ impl Peers {
         self.up.write().push(peer.clone());
     }
 
+    /// Sets the addresses to link with. A server that was lost at another one is gone.
+    pub(super) fn want(&self, addresses: &BTreeSet<HostPort>) {
+        let mut wanted = self.wanted.write();
+        *wanted = addresses.iter().map(ToString::to_string).collect();
+        self.forget_lost(|address| !wanted.contains(address));
+    }
+
     /// Removes a server and its nodes.
     pub(super) fn part(&self, peer: &Arc<Peer>) {
-        self.up.write().retain(|other| !Arc::ptr_eq(other, peer));
+        let mut up = self.up.write();
+        up.retain(|other| !Arc::ptr_eq(other, peer));
+        let same = |other: &Arc<Peer>| other.address == peer.address || other.server_id == peer.server_id;
+        let linked = up.iter().any(|other| same(other) && !other.is_draining());
+        drop(up);
+        // Held until all are removed: the address may be removed meanwhile.
+        let wanted = self.wanted.read();
+        let lost_at = Some(peer.address.as_str()).filter(|address| !linked && wanted.contains(*address));
         let nodes = std::mem::take(&mut *peer.nodes());
         for node in nodes {
-            self.remove(peer, &node);
+            self.remove(peer, &node, lost_at);
+        }
+    }
+
+    /// Forgets the nodes that were lost at such addresses.
+    fn forget_lost(&self, gone: impl Fn(&str) -> bool) {
+        let mut all = self.nodes.write();
+        let before = all.len();
+        all.retain(|_, remote| remote.lost_at.as_deref().is_none_or(|address| !gone(address)));
+        if all.len() < before {
+            self.changed.send_modify(|changes| *changes += 1);
         }
     }
 
@@ -145,30 +184,36 @@ impl Peers {
         let mut all = self.nodes.write();
         let remote = all.entry(node.clone()).or_default();
         remote.peers.push(peer.clone());
+        remote.lost_at = None;
         self.offer(node, remote);
     }
 
     pub(super) fn lost(&self, peer: &Arc<Peer>, node: &NodeName) {
         if peer.nodes().remove(node) {
-            self.remove(peer, node);
+            self.remove(peer, node, None);
         }
     }
 
-    /// Removes all nodes of `peer` except these.
+    /// Removes all nodes of `peer` except these: it has named all that it has.
     pub(super) fn only(&self, peer: &Arc<Peer>, nodes: &HashSet<NodeName>) {
         let gone: Vec<_> = peer.nodes().difference(nodes).cloned().collect();
         for node in gone {
             self.lost(peer, &node);
         }
+        self.forget_lost(|address| address == peer.address);
     }
 
-    fn remove(&self, peer: &Arc<Peer>, node: &NodeName) {
+    /// `lost_at`: the link with the server at this address was lost.
+    fn remove(&self, peer: &Arc<Peer>, node: &NodeName, lost_at: Option<&str>) {
         let mut all = self.nodes.write();
         let Some(remote) = all.get_mut(node) else { return };
         remote.peers.retain(|other| !Arc::ptr_eq(other, peer));
         self.offer(node, remote);
         if remote.peers.is_empty() {
-            all.remove(node);
+            remote.lost_at = lost_at.map(str::to_owned);
+            if lost_at.is_none() {
+                all.remove(node);
+            }
         }
     }
 }
@@ -233,6 +278,54 @@ mod tests {
         assert!(!peers.nodes.read()[&other].offered);
         stop.cancel();
         following.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn the_nodes_of_a_lost_server_may_still_be_there_until_it_is_linked_again_or_gone() {
+        let peers = Peers::new(crate::runtime::without_nodes(&mut Registry::default()));
+        let (one, two): (NodeName, NodeName) = ("edge-1".parse().unwrap(), "edge-2".parse().unwrap());
+        let linked = async |nodes: &[&NodeName]| {
+            let peer = peer("server-b").await;
+            peers.join(&peer);
+            for node in nodes {
+                peers.gained(&peer, node);
+            }
+            peer
+        };
+        let known = || {
+            let (nodes, lost) = peers.nodes_and_lost();
+            assert_eq!(nodes, peers.nodes());
+            [nodes, lost].map(|nodes| nodes.iter().map(ToString::to_string).collect::<Vec<_>>().join(" "))
+        };
+        // An address that was removed.
+        peers.part(&linked(&[&one]).await);
+        assert_eq!(known(), ["", ""]);
+        peers.want(&BTreeSet::from(["10.70.0.2:10262".parse().unwrap()]));
+        peers.part(&linked(&[&one, &two]).await);
+        assert_eq!(known(), ["", "edge-1 edge-2"]);
+        assert!(peers.holders(&one).is_empty());
+        let again = linked(&[&one]).await;
+        assert_eq!(known(), ["edge-1", "edge-2"]);
+        let mut changed = peers.changed();
+        changed.mark_unchanged();
+        peers.only(&again, &HashSet::from([one.clone()]));
+        assert_eq!(known(), ["edge-1", ""]);
+        assert!(changed.has_changed().unwrap());
+        // There is another link with the server, which has told that the node is gone.
+        let next = linked(&[]).await;
+        peers.part(&again);
+        assert_eq!(known(), ["", ""]);
+        // A link that is used up is no such.
+        let used_up = linked(&[&two]).await;
+        used_up.draining.cancel();
+        peers.gained(&next, &one);
+        peers.lost(&used_up, &two);
+        peers.part(&next);
+        assert_eq!(known(), ["", "edge-1"]);
+        changed.mark_unchanged();
+        peers.want(&BTreeSet::new());
+        assert_eq!(known(), ["", ""]);
+        assert!(changed.has_changed().unwrap());
     }
 
     #[tokio::test]

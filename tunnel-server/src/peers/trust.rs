@@ -8,6 +8,7 @@ use rustls_pki_types::CertificateDer;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until};
 use tunnel_pki::{BACKDATE, IdentityError, TrustBundle};
+use tunnel_runtime::blocking::blocking;
 use tunnel_runtime::clock::Clock;
 
 use super::peer::Peer;
@@ -122,7 +123,7 @@ pub(super) async fn learn(trust: &Trust, peer: &Peer, told: Vec<String>) {
 async fn stored(store: &RevocationStore, server_id: &str, records: &[Revocation]) -> bool {
     let (store, records) = (store.clone(), records.to_vec());
     // The task fails only if the runtime is being shut down.
-    let Ok(Err(error)) = tokio::task::spawn_blocking(move || store.merge(&records)).await else {
+    let Ok(Err(error)) = blocking(move || store.merge(&records)).await else {
         return true;
     };
     tracing::error!(server_id, %error, "failed to store the revocations of a peer");

@@ -6,6 +6,7 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use tempfile::TempDir;
 use tunnel_pki::Zeroizing;
 use tunnel_runtime::files::{self, DirectoryLock, PRIVATE_FILE, PUBLIC_FILE};
 
@@ -27,6 +28,11 @@ pub fn cluster_of(state_dir: &Path) -> Result<Option<String>, PkiError> {
     Ok(secret.map(|secret| secret.trim().to_owned()))
 }
 
+/// Names the Secret that `directory` is a copy of.
+fn write_source(directory: &Path, secret: &str) -> Result<(), PkiError> {
+    Ok(files::replace(&directory.join(SOURCE), format!("{secret}\n").as_bytes(), PUBLIC_FILE)?)
+}
+
 /// The CA's files in a state directory. Every method that writes takes the lock; [`Ca::state`] reads without it,
 /// because each change is one replacement of `ca.crt`.
 #[derive(Clone, Debug)]
@@ -45,7 +51,7 @@ impl Ca {
         files::create_private_directory(state_dir)?;
         let _lock = ca.lock()?;
         if !ca.directory().exists() {
-            ca.create(&CaMaterial::generate()?)?;
+            ca.place(ca.stage(&CaMaterial::generate()?, None)?)?;
             tracing::info!(path = %ca.directory().display(), ca_hash = ca.state()?.hash(), "created a new CA");
         }
         ca.state()?;
@@ -82,21 +88,30 @@ impl Ca {
         Ok(DirectoryLock::acquire(&self.state_dir, LOCK)?)
     }
 
-    /// Writes the CA under another name and renames it: a crash leaves no half-written CA.
-    fn create(&self, material: &CaMaterial) -> Result<(), PkiError> {
-        let fail = |error: io::Error| PkiError::io(&self.directory(), error);
+    /// Writes the CA under another name, for [`Ca::place`]: a crash leaves no half-written CA. `secret` is the Secret that
+    /// it is a copy of.
+    fn stage(&self, material: &CaMaterial, secret: Option<&str>) -> Result<TempDir, PkiError> {
         let new = tempfile::Builder::new()
             .prefix(".ca-")
             .permissions(Permissions::from_mode(0o700))
             .tempdir_in(&self.state_dir)
-            .map_err(fail)?;
+            .map_err(|error| PkiError::io(&self.directory(), error))?;
         for (name, key) in material.keys() {
             files::replace(&new.path().join(name), key.as_bytes(), PRIVATE_FILE)?;
         }
         files::replace(&new.path().join(ROOTS), material.roots().as_bytes(), PUBLIC_FILE)?;
-        fs::rename(new.path(), self.directory()).map_err(fail)?;
+        if let Some(secret) = secret {
+            write_source(new.path(), secret)?;
+        }
+        Ok(new)
+    }
+
+    /// Gives a staged CA its name, which must be free.
+    fn place(&self, staged: TempDir) -> Result<(), PkiError> {
+        let fail = |error: io::Error| PkiError::io(&self.directory(), error);
+        fs::rename(staged.path(), self.directory()).map_err(fail)?;
         // It was renamed: nothing is left to remove under the old name.
-        let _ = new.keep();
+        let _ = staged.keep();
         fs::File::open(&self.state_dir).and_then(|directory| directory.sync_all()).map_err(fail)
     }
 
@@ -159,10 +174,12 @@ impl Ca {
     }
 
     /// Makes the directory a copy of a Secret's material; returns true if that changed anything. A CA without a common
-    /// root is moved aside, not overwritten.
+    /// root is moved aside, not overwritten. A copy that is current is only read: a disk that is full or read-only does not
+    /// matter then.
     ///
     /// # Errors
-    /// If the material is not a CA (then nothing is changed), or the files cannot be written.
+    /// If the material is not a CA (then nothing is changed), or the files cannot be written. The present CA is still there
+    /// if there is no room for the new one.
     pub fn install(
         state_dir: &Path,
         lifetimes: Lifetimes,
@@ -175,24 +192,22 @@ impl Ca {
         let _lock = ca.lock()?;
         // Unusable files are kept too.
         let present = ca.directory().exists().then(|| ca.material());
-        if let Some(present) = &present {
-            let hashes =
-                |state: &CaState| state.roots().iter().map(|root| root.hash.clone()).collect::<Vec<_>>();
-            let known = present.as_ref().ok().and_then(|present| present.state(lifetimes).ok());
-            let related = known
-                .as_ref()
-                .is_some_and(|known| hashes(known).iter().any(|hash| hashes(&state).contains(hash)));
-            if !related {
+        let known = present.as_ref().and_then(|present| present.as_ref().ok()?.state(lifetimes).ok());
+        if known.as_ref().is_some_and(|known| known.shares_root(&state)) {
+            ca.write(material)?;
+            let source = cluster_of(state_dir).ok().flatten();
+            if source.as_deref() != Some(secret) {
+                write_source(&ca.directory(), secret)?;
+            }
+        } else {
+            // Written before the present one is moved, which stays in use if there is no room for another.
+            let staged = ca.stage(material, Some(secret))?;
+            if present.is_some() {
                 ca.set_aside(known.as_ref().map_or("broken", |known| short_hash(known.hash())), secret)?;
             }
+            ca.place(staged)?;
         }
         let changed = !matches!(&present, Some(Ok(present)) if present == material);
-        if ca.directory().exists() {
-            ca.write(material)?;
-        } else {
-            ca.create(material)?;
-        }
-        files::replace(&ca.directory().join(SOURCE), format!("{secret}\n").as_bytes(), PUBLIC_FILE)?;
         Ok((ca, changed))
     }
 

@@ -175,6 +175,11 @@ impl CaState {
         &self.roots
     }
 
+    /// True if there is a root that both trust.
+    pub fn shares_root(&self, other: &Self) -> bool {
+        self.roots.iter().any(|root| other.roots.iter().any(|theirs| theirs.hash == root.hash))
+    }
+
     pub(super) const fn clock(&self) -> Clock {
         self.lifetimes.clock
     }

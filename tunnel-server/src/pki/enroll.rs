@@ -231,7 +231,13 @@ impl Inner {
         let ca = Arc::clone(&self.ca.borrow());
         let after = self.policy.standing.issue_after(&node);
         let issued = ca.issue_for((holder, &node), key, Duration::MAX, after)?;
-        self.ledger.record((holder, &node), &issued)?;
+        if let Err(error) = self.ledger.record((holder, &node), &issued) {
+            // Without the record, `ca retire` could cut this node off.
+            if self.ledger.is_needed() {
+                return Err(error.into());
+            }
+            tracing::warn!(%holder, %node, %error, "failed to record a certificate; in a cluster it is issued nevertheless");
+        }
         let response = EnrollResponse {
             certificate_chain: pem_of_certificates(&issued.chain),
             trust_bundle: ca.bundle().to_pem(),
@@ -321,6 +327,7 @@ impl Enrollment for ForClient {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::time::SystemTime;
 
     use tunnel_pki::{PrivateKey, create_csr, public_key_of_csr};
@@ -328,14 +335,38 @@ mod tests {
     use super::*;
     use crate::pki::{Ca, Lifetimes};
 
+    /// A service without revocations and inventory. It has the CA's state of now until the sender has another.
+    fn service_of(ca: &Ca) -> (watch::Sender<Arc<CaState>>, EnrollService) {
+        let (told, state) = watch::channel(Arc::new(ca.state().unwrap()));
+        let standing = Standing::new(watch::channel(Arc::default()).1, watch::channel(None).1, true);
+        let policy = EnrollPolicy { standing, tokens: false };
+        (told, EnrollService::new(state, ca.state_dir(), policy, PkiMetrics::default()))
+    }
+
+    #[test]
+    fn a_renewal_needs_its_record_only_without_a_cluster() {
+        let directory = tempfile::tempdir().unwrap();
+        let ca = Ca::load_or_create(&directory.path().join("server"), Lifetimes::default()).unwrap();
+        let (_told, service) = service_of(&ca);
+        let csr = create_csr(&PrivateKey::generate().unwrap()).unwrap();
+        let (key, node) = (public_key_of_csr(&csr).unwrap(), "edge-1".parse::<NodeName>().unwrap());
+        let certificate = ca.state().unwrap().issue_agent(&node, &key).unwrap().chain[0].clone();
+        let renew = || service.inner.renew(&RenewRequest { csr: csr.clone() }, Some(&certificate));
+        // Like a full disk, but it stops root too.
+        fs::write(ca.state_dir().join("issued"), "").unwrap();
+        let refused = renew().unwrap_err();
+        assert!(matches!(refused, EnrollError::Internal(_)), "{refused}");
+        // The directory becomes the copy of a Secret.
+        let material = ca.material().unwrap();
+        Ca::install(ca.state_dir(), Lifetimes::default(), &material, "kube-system/tunnel-server-ca").unwrap();
+        assert_eq!(renew().unwrap().0, node);
+    }
+
     #[test]
     fn a_certificate_that_ended_during_the_connection_is_not_renewed() {
         let directory = tempfile::tempdir().unwrap();
         let ca = Ca::load_or_create(&directory.path().join("ca"), Lifetimes::default()).unwrap();
-        let (told, state) = watch::channel(Arc::new(ca.state().unwrap()));
-        let standing = Standing::new(watch::channel(Arc::default()).1, watch::channel(None).1, true);
-        let policy = EnrollPolicy { standing, tokens: false };
-        let service = EnrollService::new(state, ca.state_dir(), policy, PkiMetrics::default());
+        let (told, service) = service_of(&ca);
         let csr = create_csr(&PrivateKey::generate().unwrap()).unwrap();
         let (key, node) = (public_key_of_csr(&csr).unwrap(), "edge-1".parse::<NodeName>().unwrap());
         let issue = |life| {

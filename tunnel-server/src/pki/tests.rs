@@ -17,7 +17,7 @@ use tunnel_pki::{
 };
 use tunnel_runtime::NodeName;
 
-use super::{Ca, IssuedLedger, Lifetimes, PkiError, Role};
+use super::{Ca, IssuedLedger, Lifetimes, PkiError, Role, cluster_of};
 
 fn node(name: &str) -> NodeName {
     name.parse().unwrap()
@@ -229,6 +229,33 @@ fn an_old_root_can_be_retired_by_force() {
     assert_eq!(ca.state().unwrap().roots().len(), 1);
 }
 
+#[test]
+fn records_of_certificates_that_expired_long_ago_are_removed() {
+    let (_directory, state_dir, ca) = new_ca();
+    let mut certificate = issue(&ca, "edge-1");
+    let mut record = |ledger: &IssuedLedger, name: &str, expired_days: u64| {
+        certificate.not_after = SystemTime::now() - Duration::from_secs(expired_days * 86_400);
+        ledger.record((Holder::Agent, &node(name)), &certificate).unwrap();
+    };
+    let nodes = |ledger: &IssuedLedger| -> Vec<_> {
+        ledger.entries().unwrap().into_iter().map(|issued| issued.node.to_string()).collect()
+    };
+    let ledger = IssuedLedger::new(&state_dir);
+    record(&ledger, "edge-2", 8);
+    record(&ledger, "edge-3", 6);
+    assert_eq!(nodes(&ledger), ["edge-1", "edge-2", "edge-3"], "one search a day");
+    // After a restart.
+    let ledger = IssuedLedger::new(&state_dir);
+    record(&ledger, "edge-3", 6);
+    assert_eq!(nodes(&ledger), ["edge-1", "edge-2", "edge-3"], "nothing is new");
+    let broken = state_dir.join("issued/broken");
+    fs::write(&broken, "{}").unwrap();
+    record(&ledger, "edge-4", 0);
+    // Still there, for the operator to see.
+    fs::remove_file(&broken).unwrap();
+    assert_eq!(nodes(&ledger), ["edge-1", "edge-3", "edge-4"]);
+}
+
 /// The directories of CAs that were set aside.
 fn set_aside(state_dir: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(state_dir).unwrap().map(|entry| entry.unwrap().path());
@@ -257,6 +284,42 @@ fn no_ca_that_was_set_aside_is_lost() {
         assert!(roots.iter().any(|kept| kept == lost), "{aside:?}");
     }
     assert_eq!(roots.iter().filter(|kept| *kept == "broken").count(), 2);
+}
+
+/// On a full or read-only disk a write would keep the server from starting.
+#[test]
+fn a_current_copy_of_a_secret_is_not_written_again() {
+    let (_directory, state_dir, ca) = new_ca();
+    let material = ca.material().unwrap();
+    let install = |secret: &str| Ca::install(&state_dir, Lifetimes::default(), &material, secret).unwrap();
+    // A file that is replaced has another inode.
+    let files = || {
+        let entries = fs::read_dir(state_dir.join("ca")).unwrap().map(|entry| entry.unwrap());
+        let files = entries.map(|entry| (entry.file_name(), entry.metadata().unwrap().ino()));
+        files.collect::<std::collections::BTreeMap<_, _>>()
+    };
+    install("kube-system/tunnel-server-ca");
+    let before = files();
+    assert_eq!(before.len(), 3, "{before:?}");
+    install("kube-system/tunnel-server-ca");
+    assert_eq!(files(), before);
+    install("kube-system/another");
+    assert_ne!(files(), before);
+    assert_eq!(cluster_of(&state_dir).unwrap().as_deref(), Some("kube-system/another"));
+}
+
+#[test]
+fn without_room_for_another_ca_the_present_one_stays() {
+    let (_directory, state_dir, ca) = new_ca();
+    let present = ca.material().unwrap();
+    let other = super::CaMaterial::generate().unwrap();
+    // Like a full disk, but it stops root too: a file in a directory that there is not.
+    let mut keys = other.keys().clone();
+    keys.insert("no/such.key".to_owned(), tunnel_pki::Zeroizing::new(String::new()));
+    let unwritable = super::CaMaterial::new(other.roots().to_owned(), keys);
+    Ca::install(&state_dir, Lifetimes::default(), &unwritable, "secret").unwrap_err();
+    assert_eq!(ca.material().unwrap(), present);
+    assert!(set_aside(&state_dir).is_empty());
 }
 
 #[test]

@@ -34,7 +34,7 @@ async fn a_services_ready_endpoints_are_found() {
     ]);
     api.put(SLICES, slice("grafana-1", "grafana", 3000, endpoints));
     api.put(SLICES, slice("other-1", "other", 3000, json!([{"addresses": ["10.244.7.12"]}])));
-    let found = services.endpoints("grafana", "monitoring", 80).await.unwrap();
+    let found = services.endpoints("grafana", "monitoring", 80).await.unwrap().unwrap();
     let found: Vec<_> = found.iter().map(|endpoint| endpoint.address.to_string()).collect();
     assert_eq!(found, ["10.244.7.9:3000", "10.244.7.11:3000"]);
 
@@ -43,10 +43,10 @@ async fn a_services_ready_endpoints_are_found() {
         ("grafana", 443, "no Service grafana.monitoring with a TCP port 443"),
         ("nothing", 80, "no Service nothing.monitoring"),
     ] {
-        let error = services.endpoints(name, "monitoring", port).await.unwrap_err();
+        let error = services.endpoints(name, "monitoring", port).await.unwrap().unwrap_err();
         assert!(error.contains(reason), "{error}");
     }
     api.put(SLICES, slice("grafana-1", "grafana", 3000, json!([])));
-    let error = services.endpoints("grafana", "monitoring", 80).await.unwrap_err();
+    let error = services.endpoints("grafana", "monitoring", 80).await.unwrap().unwrap_err();
     assert_eq!(error, "the Service grafana.monitoring has no ready endpoint");
 }

@@ -12,11 +12,13 @@ use rustls_pki_types::pem::PemObject;
 use serde_json::{Value, json};
 use tunnel_agent::reach::Reach;
 use tunnel_pki::enrol::{
-    CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Recovery, Refused, recover,
+    CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Pace, Recovery, Refused,
+    recover,
 };
 use tunnel_pki::{
     AgentIdentity, CsrKey, Holder, PrivateKey, create_csr, pem_of_certificates, public_key_of_csr,
 };
+use tunnel_runtime::clock::Clock;
 use tunnel_server::pki::{CaState, Revocation};
 
 use super::servers::Port;
@@ -91,6 +93,29 @@ async fn an_agent_enrols_by_csr_and_then_lives_on_its_files() {
     api.down();
     let again = done(ask(&agent)).await.unwrap();
     assert_eq!(again.chain, identity.chain);
+}
+
+/// The clock of a node without a battery may be years ahead until a time server sets it.
+#[tokio::test]
+async fn an_identity_that_had_expired_by_a_wrong_clock_is_used_once_that_is_right() {
+    const NODE: &str = "edge-ahead";
+    let (api, server) = (ApiServer::start(), TestServer::start().await);
+    let signer = Signer::start(&api, server.certificate.ca.clone()).await;
+    let (agent, state_dir) = enrolment(&api, NODE, "agent").await;
+    let enrolling = ask(&agent);
+    signer.answer(&api, "system:node:edge-ahead").await;
+    let identity = done(enrolling).await.unwrap();
+    // The API server, by which it would get another one, is down.
+    api.down();
+    let holder = (Holder::Agent, node(NODE));
+    let mut again = CsrEnrolment::new(agent_api(&api).await, holder, state_dir, Pace::default());
+    again.clock = Clock::of(1);
+    again.clock.set(SystemTime::now() + Duration::from_secs(400 * 86_400));
+    let (clock, starting) = (again.clock, ask(&Arc::new(again)));
+    let waits = |line: &str| line.contains(NODE) && line.contains("enrolling again");
+    eventually("it doubts its certificate", || log().lines().any(waits).then_some(())).await;
+    clock.set(SystemTime::now());
+    assert_eq!(done(starting).await.unwrap().chain, identity.chain);
 }
 
 #[tokio::test(flavor = "multi_thread")]

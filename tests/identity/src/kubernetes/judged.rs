@@ -146,6 +146,28 @@ async fn an_address_that_comes_back_gets_one_link() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_nodes_of_a_lost_server_are_known_while_its_address_is() {
+    let ca = TestServer::start().await;
+    let (near, far) = (Port::of(&ca, "server-a").await, Port::of(&ca, "server-b").await);
+    let (_identity, _agent) = attach(&ca, &near, "edge-1").await;
+    let addresses = watch::Sender::new(Arc::new(BTreeSet::from([near.host_port()])));
+    let following = far.follow_all(&ca, addresses.subscribe());
+    let (none, edge_1) = (BTreeSet::new(), BTreeSet::from([node("edge-1")]));
+    let known = |nodes: &BTreeSet<_>, lost: &BTreeSet<_>| {
+        let known = far.peers.nodes_and_lost();
+        (known.0 == *nodes && known.1 == *lost).then_some(())
+    };
+    eventually("the node", || known(&edge_1, &none)).await;
+    // It ends the link.
+    publish(&far.revocations, Revocation::revoke(None, server("server-a"), Timestamp::now()));
+    eventually("the loss of its server", || known(&none, &edge_1)).await;
+    addresses.send_replace(Arc::default());
+    eventually("no node", || known(&none, &none)).await;
+    drop(far);
+    following.await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn revocations_spread_between_servers() {
     let server = TestServer::start().await;
     let (near, far) = (Port::of(&server, "server-a").await, Port::of(&server, "server-b").await);

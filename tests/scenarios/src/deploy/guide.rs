@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
 use postern_testbed::client::visit;
+use postern_testbed::cluster::api::condition;
 use postern_testbed::cluster::manifests::deploy;
 use postern_testbed::cluster::pods::{self, TALK, shell};
 use postern_testbed::cluster::{Cluster, EDGE_NODE};
@@ -85,6 +86,10 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
     ensure!(said.contains("its certificates may be in use until"), "`ca status` says:\n{said}");
     // At the end: the agent of a revoked node enrols again only after minutes.
     follow(REVOCATION, &[]).await?;
+    // As servers with the component `node-condition` leave it.
+    let left = r#"{"status":{"conditions":[{"type":"PosternTunnel","status":"True"}]}}"#;
+    let patch = ["patch", "node", EDGE_NODE, "--subresource=status", "--type=strategic", "--patch", left];
+    cluster.kubectl.run(&patch).await?;
     follow(REMOVAL, &tests).await?;
 
     let all: BTreeSet<_> = RUN.iter().filter(|(_, by)| *by == HERE).map(|(title, _)| *title).collect();
@@ -98,6 +103,7 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
     }
     let node = cluster.api.get(&format!("/api/v1/nodes/{EDGE_NODE}")).await?;
     ensure!(node["metadata"]["labels"]["node-role.kubernetes.io/edge"].is_null(), "the label is left");
+    ensure!(condition(&node, "PosternTunnel").is_none(), "the condition is left");
     Ok(())
 }
 

@@ -9,28 +9,35 @@ use tokio::task::JoinSet;
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::net::lookup;
 
+use super::Server;
+
 /// Delay before the next address is tried, beside those that have not answered.
 const NEXT_ADDRESS: Duration = Duration::from_millis(250);
 /// Delay before all addresses are tried once more. The kernel retransmits SYNs ever more rarely: after an outage it
 /// would do so seconds late.
 const NEXT_ROUND: Duration = Duration::from_millis(1500);
 
-/// Connects to the first address that answers. Never gives up while none refuses: the caller sets a limit.
+/// Connects to the first address that answers. Never gives up while one may still answer: the caller sets a limit.
 ///
 /// # Errors
-/// The name does not resolve, as [`lookup`] says, or every address refuses.
-pub(super) async fn connect(server: &str) -> io::Result<TcpStream> {
+/// The name does not resolve, as [`lookup`] says, or every address fails: with a refusal if any of them refuses. This host may
+/// have no route to the others.
+pub(super) async fn connect(server: &Server) -> io::Result<TcpStream> {
     connect_by(server, TcpStream::connect::<SocketAddr>).await
 }
 
 /// The same by another way to connect to one address.
-pub(super) async fn connect_by<T, F>(server: &str, connect: impl Fn(SocketAddr) -> F) -> io::Result<T>
+pub(super) async fn connect_by<T, F>(server: &Server, connect: impl Fn(SocketAddr) -> F) -> io::Result<T>
 where
     T: Send + 'static,
     F: Future<Output = io::Result<T>> + Send + 'static,
 {
-    let invalid = |reason| io::Error::new(io::ErrorKind::InvalidInput, format!("{server}: {reason}"));
-    let HostPort { host, port } = server.parse().map_err(invalid)?;
+    let name = match server {
+        Server::At(address) => return first_to_answer(&[*address], connect).await,
+        Server::Named(name) => name,
+    };
+    let invalid = |reason| io::Error::new(io::ErrorKind::InvalidInput, format!("{name}: {reason}"));
+    let HostPort { host, port } = name.parse().map_err(invalid)?;
     first_to_answer(&interleaved(lookup(&host, port).await?), connect).await
 }
 
@@ -45,15 +52,24 @@ where
     let mut attempts = JoinSet::new();
     let mut next = addresses.iter();
     let mut pause = Duration::ZERO;
+    let mut told: Option<io::Error> = None;
     loop {
         tokio::select! {
             biased;
             Some(ended) = attempts.join_next() => match ended.map_err(io::Error::other).flatten() {
                 Ok(stream) => return Ok(stream),
-                Err(error) if attempts.is_empty() && next.len() == 0 => return Err(error),
-                // Try the next address at once.
-                Err(_) if next.len() > 0 => pause = Duration::ZERO,
-                Err(_) => {}
+                Err(error) => {
+                    // A refusal says that the network is up, whatever this host has no route to.
+                    let error = told.take().filter(is_refusal).unwrap_or(error);
+                    if attempts.is_empty() && next.len() == 0 {
+                        return Err(error);
+                    }
+                    told = Some(error);
+                    // Try the next address at once.
+                    if next.len() > 0 {
+                        pause = Duration::ZERO;
+                    }
+                }
             },
             () = tokio::time::sleep(pause) => {
                 if next.len() == 0 {
@@ -66,6 +82,10 @@ where
             }
         }
     }
+}
+
+fn is_refusal(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::ConnectionRefused
 }
 
 /// Alternates the two address families. Otherwise keeps the resolver's order, which knows what works best here.
@@ -106,10 +126,13 @@ mod tests {
     async fn a_refusal_ends_it_and_a_listener_is_reached() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let stream = connect(&address.to_string()).await.unwrap();
-        assert_eq!(stream.peer_addr().unwrap(), address);
+        let named = Server::Named(address.to_string());
+        for server in [&named, &Server::At(address)] {
+            let stream = connect(server).await.unwrap();
+            assert_eq!(stream.peer_addr().unwrap(), address);
+        }
         drop(listener);
-        let error = connect(&address.to_string()).await.unwrap_err();
+        let error = connect(&named).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
     }
 
@@ -149,6 +172,18 @@ mod tests {
         }
         let error = first_to_answer(&[refuses, refuses], TcpStream::connect::<SocketAddr>).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+        // Whichever fails last, as on a host without IPv6.
+        let refuses_or_has_no_route = |address: SocketAddr| async move {
+            let kind = match address.port() {
+                1 => io::ErrorKind::ConnectionRefused,
+                _ => io::ErrorKind::NetworkUnreachable,
+            };
+            Err::<TcpStream, _>(io::Error::from(kind))
+        };
+        for order in [["10.0.0.1:1", "[fd00::1]:2"], ["[fd00::1]:2", "10.0.0.1:1"]] {
+            let error = first_to_answer(&addresses(&order), refuses_or_has_no_route).await.unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused, "{order:?}");
+        }
         // One refusal is not the end while another address may still answer.
         let ended = timeout(
             Duration::from_secs(1),

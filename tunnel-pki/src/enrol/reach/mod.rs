@@ -77,13 +77,11 @@ impl Reach {
             return Ok(Reached { stream, server: server.clone(), proxy: Some(endpoint.address) });
         }
         let stream = match self.network.clone() {
-            None if self.multipath => {
-                direct::connect_by(&server.to_string(), connect_multipath).await?.into()
-            }
-            None => direct::connect(&server.to_string()).await?.into(),
+            None if self.multipath => direct::connect_by(server, connect_multipath).await?.into(),
+            None => direct::connect(server).await?.into(),
             Some(network) => {
                 let connect = move |address| network.connect(address);
-                direct::connect_by(&server.to_string(), connect).await?
+                direct::connect_by(server, connect).await?
             }
         };
         let server = Server::At(stream.peer_addr()?);

@@ -11,7 +11,7 @@ use tokio::net::TcpStream;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_runtime::error::chain;
 
-use super::direct;
+use super::{Server, direct};
 
 /// Go's default for http://. (curl's is 1080.)
 const DEFAULT_PORT: u16 = 80;
@@ -119,7 +119,7 @@ impl ProxyEndpoint {
     /// Connects to the proxy, and through it to the server.
     pub(super) async fn connect(&self, server: &str) -> io::Result<TcpStream> {
         let proxy = || self.address.clone();
-        let stream = direct::connect(&self.address).await.map_err(|reason| {
+        let stream = direct::connect(&Server::Named(proxy())).await.map_err(|reason| {
             io::Error::new(reason.kind(), ProxyError::Unreachable { proxy: proxy(), reason })
         })?;
         let protocol = |reason: String| io::Error::other(ProxyError::Protocol { proxy: proxy(), reason });

@@ -17,6 +17,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_kube::{Attempts, named, post};
 use tunnel_pki::Zeroizing;
+use tunnel_runtime::blocking::blocking;
 
 use crate::kube::context::KubeContext;
 use crate::kube::error::ClusterError;
@@ -200,7 +201,8 @@ fn data(material: &CaMaterial) -> BTreeMap<String, ByteString> {
 /// Returns the cluster's CA, copied to the state directory. Creates the Secret if it is missing: from the CA in the
 /// state directory if there is one, else with a new CA.
 ///
-/// While the API server is unavailable, uses the copy in the state directory; without a copy, waits.
+/// While the API server is unavailable, uses the copy in the state directory; without a copy, waits. A copy with a root of
+/// the Secret's CA is also used if the files cannot be written.
 ///
 /// # Errors
 /// If the Secret has no valid CA and there is no good copy, if the files cannot be used, or on `stop`.
@@ -217,7 +219,13 @@ pub async fn obtain(
     let mut logged: Option<Instant> = None;
     loop {
         let error = match material(&secret, state_dir, lifetimes).await {
-            Ok(material) => return Ok(install(state_dir.to_owned(), lifetimes, material, &secret).await?.0),
+            Ok(material) => {
+                let installed = install(state_dir.to_owned(), lifetimes, material.clone(), &secret).await;
+                return match installed {
+                    Ok((ca, _)) => Ok(ca),
+                    Err(error) => Ok(earlier_copy(error, &material, state_dir, lifetimes, &secret)?),
+                };
+            }
             // Another server was first: read its CA.
             Err(error) if error.is_conflict() => continue,
             Err(ClusterError::Pki(error)) => return Err(error.into()),
@@ -262,6 +270,45 @@ async fn material(
     Ok(material)
 }
 
+/// Returns the copy in the state directory, although the Secret's CA could not be written there.
+///
+/// # Errors
+/// `error`, if there is no good copy, or it has no root of the Secret's CA: no agent and no other server would accept this
+/// one, and as the leader it would sign certificates that nobody else accepts.
+fn earlier_copy(
+    error: PkiError,
+    material: &CaMaterial,
+    state_dir: &Path,
+    lifetimes: Lifetimes,
+    secret: &CaSecret,
+) -> Result<Ca, PkiError> {
+    let Ok(copy) = Ca::open(state_dir, lifetimes) else { return Err(error) };
+    let (present, wanted) = (copy.state()?, material.state(lifetimes)?);
+    let (ca_hash, secret_ca_hash) = (present.hash(), wanted.hash());
+    if !present.shares_root(&wanted) {
+        tracing::error!(
+            %error,
+            %secret,
+            ca_hash,
+            secret_ca_hash,
+            "failed to copy the CA from its Secret, and the state directory has another one"
+        );
+        return Err(error);
+    }
+    if copy.material()?.roots() == material.roots() {
+        tracing::error!(%error, %secret, ca_hash, "failed to write the copy of the CA, using the present one");
+    } else {
+        tracing::error!(
+            %error,
+            %secret,
+            ca_hash,
+            secret_ca_hash,
+            "failed to copy the CA from its Secret, using the earlier copy, whose roots differ, until it can be written"
+        );
+    }
+    Ok(copy)
+}
+
 /// Writes the files, on a blocking thread because syncing them to disk may take a while.
 async fn install(
     state_dir: PathBuf,
@@ -271,7 +318,7 @@ async fn install(
 ) -> Result<(Ca, bool), PkiError> {
     let name = secret.to_string();
     let work = move || Ca::install(&state_dir, lifetimes, &material, &name);
-    tokio::task::spawn_blocking(work)
+    blocking(work)
         .await
         .unwrap_or_else(|stopped| Err(PkiError::Sign(format!("writing the CA was interrupted: {stopped}"))))
 }

@@ -12,6 +12,7 @@ use kube::api::Patch;
 use serde_json::json;
 use tokio::time::Instant;
 use tunnel_kube::{Attempts, Followed, merge, named};
+use tunnel_runtime::blocking::blocking;
 use tunnel_runtime::text::printable;
 
 use crate::kube::context::KubeContext;
@@ -147,7 +148,7 @@ impl Reconcile for Copy {
         let (records, bad) = to_copy(self.followed.only());
         let store = self.store.clone();
         // The task fails only if the runtime is being shut down.
-        let Ok(merged) = tokio::task::spawn_blocking(move || store.merge(&records)).await else {
+        let Ok(merged) = blocking(move || store.merge(&records)).await else {
             return Ok(None);
         };
         merged?;

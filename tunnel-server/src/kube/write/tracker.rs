@@ -14,6 +14,9 @@ const AWAY: Duration = Duration::from_secs(5);
 const FLAP_INTERVAL: Duration = Duration::from_secs(60);
 /// A tunnel that may be flapping has ended when it has been away for this long.
 const FLAP_END: Duration = Duration::from_secs(10);
+/// The same while the tunnel's server is out of reach. It covers the time in which the agents of a server that is killed
+/// connect to others.
+const OUT_OF_REACH: Duration = Duration::from_secs(60);
 /// Time in which a starting server learns the nodes of the other servers. Those tunnels are not new.
 const SETTLED: Duration = Duration::from_secs(5);
 /// Time for an agent that this server has never seen to connect: agents need a moment to find a server that has
@@ -46,6 +49,8 @@ pub(super) struct Tracker {
 #[derive(Clone, Debug)]
 struct Tunnel {
     live: bool,
+    /// True if it was last at a server that is out of reach: the agent may still be there.
+    unsure: bool,
     /// Time of the last change of `live`.
     since: Instant,
     /// The state in effect; None if it is not known yet whether there is a tunnel.
@@ -61,6 +66,7 @@ impl Tunnel {
             (true, Some(true)) | (false, Some(false)) => None,
             (true, _) => Some(self.since.max(started + SETTLED)),
             (false, None) => Some(self.since + CONNECT),
+            (false, Some(true)) if self.unsure => Some(self.since + OUT_OF_REACH + held),
             (false, Some(true)) => {
                 let (end, flap_end) = (self.since + AWAY, self.since + FLAP_END);
                 let interval = |at: Instant| (at + FLAP_INTERVAL).max(end).min(flap_end);
@@ -82,10 +88,11 @@ impl Tracker {
         Some((tunnel.counts?, tunnel.since))
     }
 
-    /// Records that the node has a tunnel (`live`) or has none.
-    pub(super) fn observe(&mut self, now: Instant, node: &NodeName, live: bool) {
-        let unknown = Tunnel { live, since: now, counts: None, ended: None };
+    /// Records that the node has a tunnel (`live`) or has none. `unsure`: it may have one to a server that is out of reach.
+    pub(super) fn observe(&mut self, now: Instant, node: &NodeName, live: bool, unsure: bool) {
+        let unknown = Tunnel { live, unsure: false, since: now, counts: None, ended: None };
         self.change(node, unknown, |tunnel| {
+            tunnel.unsure = unsure && !live;
             if tunnel.live != live {
                 (tunnel.live, tunnel.since) = (live, now);
             }
@@ -97,7 +104,7 @@ impl Tracker {
         let is_edge = |node: &NodeName| inventory.get(node.as_str()).is_some_and(|node| node.edge);
         for node in inventory.iter().filter(|node| node.edge) {
             if !self.of.contains_key(&node.name) {
-                self.observe(now, &node.name, false);
+                self.observe(now, &node.name, false, false);
             }
         }
         self.of.retain(|node, tunnel| tunnel.live || tunnel.counts == Some(true) || is_edge(node));
@@ -189,11 +196,15 @@ mod tests {
         }
 
         fn at(&mut self, second: u64, up: bool) {
+            self.observe(second, up, false);
+        }
+
+        fn observe(&mut self, second: u64, up: bool, unsure: bool) {
             let now = self.start + Duration::from_secs(second);
             while let Some(next) = self.tracker.next().filter(|next| *next < now) {
                 self.collect(next.max(self.now));
             }
-            self.tracker.observe(now, &edge(), up);
+            self.tracker.observe(now, &edge(), up, unsure);
             self.collect(now);
         }
 
@@ -252,6 +263,25 @@ mod tests {
         reports.at(20, false);
         reports.at(500, false);
         assert_eq!(reports.reported, [(0, true), (15, false), (17, true), (30, false)]);
+    }
+
+    #[test]
+    fn a_tunnel_to_a_server_out_of_reach_ends_later_or_once_that_is_known() {
+        let mut reports = Reports::new();
+        reports.at(0, true);
+        // The server is in reach again, and has the node.
+        reports.observe(100, false, true);
+        reports.at(159, true);
+        // It has the node no more.
+        reports.observe(200, false, true);
+        reports.at(230, false);
+        let lost = reports.start + Duration::from_secs(200);
+        assert_eq!(reports.tracker.get(&edge()), Some((false, lost)));
+        reports.at(300, true);
+        // It stays out of reach, or the agent is gone.
+        reports.observe(400, false, true);
+        reports.observe(500, false, true);
+        assert_eq!(reports.reported, [(0, true), (230, false), (300, true), (460, false)]);
     }
 
     #[test]

@@ -25,12 +25,12 @@ pub struct Tunnels<F> {
 }
 
 /// Reports the tunnels of this server and of others while this one leads, until stopped: as Events and, if `condition`, as
-/// condition.
+/// condition. `elsewhere` has a second set, of nodes that were last at a server which is out of reach.
 pub async fn run(
     context: KubeContext,
     events: Events,
     own: Tunnels<impl Fn() -> BTreeSet<NodeName> + Send>,
-    elsewhere: Tunnels<impl Fn() -> BTreeSet<NodeName> + Send>,
+    elsewhere: Tunnels<impl Fn() -> (BTreeSet<NodeName>, BTreeSet<NodeName>) + Send>,
     condition: bool,
 ) {
     let tracker = Arc::new(Mutex::new(Tracker::new(Instant::now())));
@@ -50,21 +50,26 @@ async fn track(
     context: &KubeContext,
     events: Events,
     mut own: Tunnels<impl Fn() -> BTreeSet<NodeName>>,
-    mut elsewhere: Tunnels<impl Fn() -> BTreeSet<NodeName>>,
+    mut elsewhere: Tunnels<impl Fn() -> (BTreeSet<NodeName>, BTreeSet<NodeName>)>,
     tracker: &Mutex<Tracker>,
     changed: watch::Sender<()>,
 ) {
     let (mut leader, mut inventory) = (context.leader.clone(), context.inventory.clone());
-    let (mut here, mut there) = (BTreeSet::new(), BTreeSet::new());
+    let mut known = [BTreeSet::new(), BTreeSet::new(), BTreeSet::new()];
     loop {
-        let before =
-            (std::mem::replace(&mut here, (own.nodes)()), std::mem::replace(&mut there, (elsewhere.nodes)()));
+        let (of_here, (of_others, of_lost)) = ((own.nodes)(), (elsewhere.nodes)());
+        let before = std::mem::replace(&mut known, [of_here, of_others, of_lost]);
+        let [here, there, lost] = &known;
         let (due, next) = {
             let mut tracker = tracker.lock();
             let now = Instant::now();
             tracker.set_leading(*leader.borrow_and_update());
-            for node in here.symmetric_difference(&before.0).chain(there.symmetric_difference(&before.1)) {
-                tracker.observe(now, node, here.contains(node) || there.contains(node));
+            for node in
+                known.iter().zip(&before).flat_map(|(nodes, before)| nodes.symmetric_difference(before))
+            {
+                // The end of a tunnel to this server is certain.
+                let unsure = lost.contains(node) && !before[0].contains(node);
+                tracker.observe(now, node, here.contains(node) || there.contains(node), unsure);
             }
             if inventory.has_changed().unwrap_or(false) {
                 tracker.expect(now, &inventory.borrow_and_update());

@@ -10,7 +10,7 @@ use tunnel_runtime::net::Reach;
 use tunnel_runtime::text::printable;
 
 use crate::caller::{Authenticator, Refusal, Shown, ShownToken};
-use crate::listener::cluster::{Cluster, Endpoint};
+use crate::listener::cluster::{Cluster, Endpoint, EndpointCache};
 use crate::listener::context::{OpenRequest, Reached};
 use crate::listener::direct;
 use crate::metrics::{Judgement, Permit};
@@ -18,7 +18,7 @@ use crate::policy::{Destination, Identity, Origin, Policy};
 
 /// Source of the endpoints of Services.
 pub(crate) enum Services {
-    Cluster(Arc<dyn Cluster>),
+    Cluster(Arc<dyn Cluster>, EndpointCache),
     /// The resolver of this host; without Kubernetes.
     Resolver,
 }
@@ -204,9 +204,14 @@ impl Gatekeeper {
         })
     }
 
-    async fn endpoints(&self, name: &str, namespace: &str, port: u16) -> Result<Vec<Endpoint>, String> {
+    async fn endpoints(&self, name: &str, namespace: &str, port: u16) -> Result<Arc<[Endpoint]>, String> {
         match &self.services {
-            Services::Cluster(cluster) => cluster.endpoints(name, namespace, port).await,
+            Services::Cluster(cluster, cache) => {
+                let key = format!("{name}.{namespace}:{port}");
+                let list = cluster.endpoints(name, namespace, port);
+                let reached = |endpoint: &Endpoint| matches!(self.reach_endpoint(endpoint), Some(Ok(_)));
+                cache.get_or_list(key, list, reached).await
+            }
             Services::Resolver => {
                 let host = format!("{name}.{namespace}");
                 let found = direct::resolve(&host, port).await.map_err(|error| format!("{host}: {error}"))?;
@@ -278,12 +283,17 @@ impl Permit for Permitted {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use postern_fake_kube::{ApiServer, Fault};
     use prometheus_client::registry::Registry;
+    use serde_json::json;
     use tunnel_routing::inventory::{Inventory, InventoryNode};
     use tunnel_routing::{ByAddress, TunnelHolder};
 
     use super::*;
     use crate::caller::Tokens;
+    use crate::kube::{KubeOptions, Lookups, ObjectNames};
 
     const POLICY: &str = "rules:\n- {name: a, from: [{nodes: node-restriction.kubernetes.io/site}], to: [{node: edge-2, ports: [22]}]}\n";
 
@@ -332,6 +342,59 @@ mod tests {
             assert_eq!(gatekeeper.pick([gone, away].map(reached).into()), Some(Ok(on_edge(away))));
         }
         assert!(gatekeeper.pick(Vec::new()).is_none());
+    }
+
+    #[tokio::test]
+    async fn the_endpoints_of_a_service_are_remembered() {
+        const SERVICES: &str = "/api/v1/namespaces/shop/services";
+        const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/shop/endpointslices";
+        let policy = "rules:\n- {name: a, from: [{clients: [10.0.0.0/8]}], to: [{service: hook.shop, ports: [443]}]}\n";
+        let api = ApiServer::start();
+        let ports = json!([{"name": "https", "port": 443, "protocol": "TCP"}]);
+        api.put(SERVICES, json!({"metadata": {"name": "hook"}, "spec": {"ports": ports}}));
+        let metadata = json!({"name": "hook-1", "labels": {"kubernetes.io/service-name": "hook"}});
+        let ports = json!([{"name": "https", "port": 9443, "protocol": "TCP"}]);
+        let endpoints = json!([{"addresses": ["10.1.0.5"], "conditions": {"ready": true}}]);
+        let slice =
+            json!({"metadata": metadata, "addressType": "IPv4", "ports": ports, "endpoints": endpoints});
+        api.put(SLICES, slice);
+        let names = ObjectNames::default();
+        let options = KubeOptions { kubeconfig: Some(api.kubeconfig()), namespace: None, names };
+        let (client, _) = options.connect().await.unwrap();
+        let gatekeeper = Gatekeeper {
+            authenticator: Arc::new(Authenticator::new(Tokens::default(), None)),
+            services: Services::Cluster(Arc::new(Lookups::new(client)), EndpointCache::default()),
+            policy: ArcSwap::from_pointee(Policy::parse(policy).unwrap()),
+            router: crate::runtime::without_nodes(&mut Registry::default()),
+        };
+        let reach = async || {
+            let reached = gatekeeper.reach(&Identity::None, [10, 0, 0, 1].into(), "hook.shop", 443).await;
+            reached.map(|(reached, ..)| reached)
+        };
+        let asked = || (api.requests("get", &format!("{SERVICES}/hook")), api.requests("list", SLICES));
+        let good: Result<_, Denied> = Ok(Reached::Cloud("10.1.0.5:9443".parse().unwrap()));
+        assert_eq!(reach().await, good);
+        // Only while nothing is asked: the clock jumps when the test waits for an answer.
+        tokio::time::pause();
+        for _ in 0..8 {
+            assert_eq!(reach().await, good);
+        }
+        assert_eq!(asked(), (1, 1));
+        tokio::time::advance(Duration::from_secs(5)).await;
+        tokio::time::resume();
+
+        // An API server that does not answer leaves the endpoints as they were.
+        api.inject("get", "services", Fault::Status(500), usize::MAX);
+        assert_eq!(reach().await, good);
+        assert_eq!(asked(), (2, 1));
+        api.heal();
+        api.remove(SERVICES, "hook");
+        let reason = "there is no Service hook.shop with a TCP port 443".to_owned();
+        let none: Result<Reached, _> = Err(Denied::Unavailable(reason));
+        assert_eq!(reach().await, none);
+        tokio::time::pause();
+        assert_eq!(reach().await, none);
+        assert_eq!(asked(), (3, 1), "that there is none is remembered for a moment too");
     }
 
     #[tokio::test]

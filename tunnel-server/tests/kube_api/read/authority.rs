@@ -43,6 +43,15 @@ fn state_dir(server: &ApiServer, name: &str) -> PathBuf {
     server.dir().join(name)
 }
 
+/// Keeps the files from being written, like a full disk, but it stops root too. It ends once the returned directory is
+/// removed.
+fn fill(state_dir: &Path) -> PathBuf {
+    let lock = state_dir.join("lock");
+    std::fs::remove_file(&lock).unwrap();
+    std::fs::create_dir(&lock).unwrap();
+    lock
+}
+
 #[tokio::test]
 async fn servers_that_start_concurrently_agree_on_one_ca() {
     let server = ApiServer::start();
@@ -217,10 +226,7 @@ async fn a_copy_that_could_not_be_written_is_written_later() {
     tokio::spawn(follow(first.clone(), full.clone()));
     tokio::spawn(follow(second.clone(), other));
     eventually("both watch", || (server.open_watches(SECRETS) == 2).then_some(())).await;
-    // Like a full disk, but it stops root too.
-    let lock = full.join("lock");
-    std::fs::remove_file(&lock).unwrap();
-    std::fs::create_dir(&lock).unwrap();
+    let lock = fill(&full);
     run(&server, &["introduce"]).unwrap();
     let both = |copy: &Ca| (copy.state().ok()?.roots().len() == 2).then_some(());
     eventually("the other server's copy", || both(&other_copy)).await;
@@ -228,6 +234,28 @@ async fn a_copy_that_could_not_be_written_is_written_later() {
     eventually("the copy", || both(&copy)).await;
     first.stop.cancel();
     second.stop.cancel();
+}
+
+#[tokio::test]
+async fn a_server_whose_disk_is_full_starts_with_its_copy() {
+    let server = ApiServer::start();
+    let (full, other) = (state_dir(&server, "full"), state_dir(&server, "other"));
+    let first = hash(&start(&server, &full).await.unwrap());
+    fill(&full);
+    assert_eq!(hash(&start(&server, &full).await.unwrap()), first);
+    // A step of a rotation is missed.
+    run(&server, &["introduce"]).unwrap();
+    let copy = start(&server, &full).await.unwrap();
+    assert_eq!(
+        (hash(&copy), copy.state().unwrap().roots().len(), roots(&server).len()),
+        (first.clone(), 1, 2)
+    );
+    // With another CA than the Secret's it would be of no use to anyone.
+    server.remove(SECRETS, NAME);
+    assert_ne!(hash(&start(&server, &other).await.unwrap()), first);
+    let error = start(&server, &full).await.unwrap_err().to_string();
+    assert!(error.contains("full/lock: "), "{error}");
+    assert_eq!(hash(&Ca::open(&full, Lifetimes::default()).unwrap()), first, "it is kept");
 }
 
 /// The election ends with the drain, and the task that follows the Secret with the stop.

@@ -1,5 +1,6 @@
 //! Tunnels as Events and as a condition of their Node.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -23,6 +24,7 @@ const EVENTS: &str = "/apis/events.k8s.io/v1/namespaces/default/events";
 struct Sessions {
     live: Arc<Mutex<Vec<NodeName>>>,
     elsewhere: Arc<Mutex<Vec<NodeName>>>,
+    lost: Arc<Mutex<Vec<NodeName>>>,
     changed: watch::Sender<u64>,
 }
 
@@ -38,15 +40,16 @@ impl Sessions {
 
     /// The sessions of one of several servers.
     fn of((context, events): (KubeContext, Events), live: &[&str], condition: bool) -> Self {
-        let elsewhere = Arc::default();
-        let sessions = Self { live: Arc::default(), elsewhere, changed: watch::Sender::new(0) };
+        let (elsewhere, lost) = (Arc::default(), Arc::default());
+        let sessions = Self { live: Arc::default(), elsewhere, lost, changed: watch::Sender::new(0) };
         sessions.set(live);
-        let tunnels = |nodes: &Arc<Mutex<Vec<NodeName>>>| {
-            let nodes = nodes.clone();
-            let nodes = move || nodes.lock().unwrap().iter().cloned().collect();
-            Tunnels { changed: sessions.changed.subscribe(), nodes }
+        let names = |nodes: &Mutex<Vec<NodeName>>| -> BTreeSet<NodeName> {
+            nodes.lock().unwrap().iter().cloned().collect()
         };
-        let (own, elsewhere) = (tunnels(&sessions.live), tunnels(&sessions.elsewhere));
+        let (here, there, lost) = (sessions.live.clone(), sessions.elsewhere.clone(), sessions.lost.clone());
+        let changed = || sessions.changed.subscribe();
+        let own = Tunnels { changed: changed(), nodes: move || names(&here) };
+        let elsewhere = Tunnels { changed: changed(), nodes: move || (names(&there), names(&lost)) };
         tokio::spawn(tunnels::run(context, events, own, elsewhere, condition));
         sessions
     }
@@ -58,6 +61,11 @@ impl Sessions {
     /// Sets the nodes of other servers.
     fn set_elsewhere(&self, live: &[&str]) {
         self.replace(&self.elsewhere, live);
+    }
+
+    /// Sets the nodes whose last server is out of reach.
+    fn set_lost(&self, lost: &[&str]) {
+        self.replace(&self.lost, lost);
     }
 
     fn replace(&self, nodes: &Mutex<Vec<NodeName>>, with: &[&str]) {
@@ -108,6 +116,36 @@ async fn a_tunnel_to_any_server_is_one_and_to_go_from_one_to_another_is_no_event
     eventually("no tunnel", || (fixture.status("edge-2")? == "False").then_some(())).await;
     assert_eq!(fixture.status("edge-1").as_deref(), Some("True"));
     assert_eq!(fixture.notes("default", "TunnelUp", "edge-1").len(), 1);
+}
+
+#[tokio::test]
+async fn a_node_whose_server_is_out_of_reach_is_not_down_at_once() {
+    let fixture = Fixture::new(true).await;
+    let names = ["edge-1", "edge-2", "edge-3"];
+    fixture.api.put_all(NODES, names.iter().map(|name| node(name, None)));
+    let sessions = Sessions::start(&fixture, &["edge-3"]);
+    sessions.set_elsewhere(&["edge-1", "edge-2"]);
+    fixture.nodes(&names, &[]);
+    for name in names {
+        eventually("the condition", || fixture.status(name).filter(|status| status == "True")).await;
+    }
+    // edge-1's server is out of reach, edge-2 has left another one, and the session of edge-3 with this server ends.
+    sessions.set_lost(&["edge-1", "edge-3"]);
+    sessions.set_elsewhere(&[]);
+    sessions.set(&[]);
+    for name in ["edge-2", "edge-3"] {
+        eventually("an Event", || fixture.notes("default", "TunnelDown", name).pop()).await;
+        eventually("no tunnel", || (fixture.status(name)? == "False").then_some(())).await;
+    }
+    assert!(fixture.notes("default", "TunnelDown", "edge-1").is_empty());
+    assert_eq!(fixture.status("edge-1").as_deref(), Some("True"));
+
+    // It is in reach again, and has edge-1 no more.
+    let found = Instant::now();
+    sessions.set_lost(&[]);
+    eventually("an Event", || fixture.notes("default", "TunnelDown", "edge-1").pop()).await;
+    eventually("no tunnel", || (fixture.status("edge-1")? == "False").then_some(())).await;
+    assert!(found.elapsed() < Duration::from_secs(30), "it was written after {:?}", found.elapsed());
 }
 
 #[tokio::test]

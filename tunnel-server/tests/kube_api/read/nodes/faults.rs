@@ -123,7 +123,7 @@ async fn retry_after_is_respected() {
     following.has_metric("postern_kube_errors_total{resource=\"nodes\"} 1");
 }
 
-/// A restored API server counts from an older version: it reports the unknown version like any other error.
+/// A restored API server counts from an older version.
 #[tokio::test]
 async fn an_unknown_version_leads_to_a_list() {
     let server = ApiServer::start();
@@ -131,9 +131,24 @@ async fn an_unknown_version_leads_to_a_list() {
     let following = Following::start(&server).await;
     following.synced().await;
     // Only a list ends it.
-    server.inject("watch", "nodes", Fault::Status(504), usize::MAX);
+    server.inject("watch", "nodes", Fault::FutureVersion, usize::MAX);
     server.end_watches();
     eventually("a list", || (server.requests("list", NODES) >= 2).then_some(())).await;
     server.heal();
     following.synced().await;
+}
+
+/// Of 10,000 Nodes a list has 100 MB, and each server would ask for one.
+#[tokio::test]
+async fn an_overload_leads_to_no_list() {
+    let server = ApiServer::start();
+    server.put(NODES, node("edge-1", "10.8.0.1", true));
+    let following = Following::start(&server).await;
+    following.synced().await;
+    server.inject("watch", "nodes", Fault::Status(503), 4);
+    server.end_watches();
+    eventually("every fault was used", || server.faults_are_spent().then_some(())).await;
+    server.put(NODES, node("edge-2", "10.8.0.2", true));
+    following.until("the new node", Instant::now(), |i| find(i, "edge-2").is_some()).await;
+    assert_eq!(server.requests("list", NODES), 1);
 }
