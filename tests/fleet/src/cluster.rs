@@ -64,7 +64,7 @@ impl Cluster {
                     let frames = stream::try_unfold((body, path), |(mut body, mut path)| async move {
                         let frame = tokio::select! {
                             biased;
-                            () = resets(&mut path.clone()) => return Err(refused()),
+                            () = resets(&mut path) => return Err(refused()),
                             frame = body.frame() => frame,
                         };
                         passes(&mut path).await?;

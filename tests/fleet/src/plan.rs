@@ -212,13 +212,16 @@ impl Plan {
         for _ in 0..random.random_range(2..=5) {
             let server = random.random_bool(0.7).then(|| random.random_range(0..self.servers));
             let lasts = between(random, second / 2, second * 60);
-            self.insert(random, Step::NoApi { server, silent: random.random(), lasts });
+            let step = Step::NoApi { server, silent: random.random(), lasts };
+            self.insert(random, step);
         }
         let lasts = between(random, second * 60, second * 150);
-        self.insert(random, Step::Offline { agent: random.random_range(0..self.agents), lasts });
+        let agent = random.random_range(0..self.agents);
+        self.insert(random, Step::Offline { agent, lasts });
         if random.random() {
             let lasts = between(random, second, second * 150);
-            self.insert(random, Step::NoNode { agent: random.random_range(0..self.agents), lasts });
+            let agent = random.random_range(0..self.agents);
+            self.insert(random, Step::NoNode { agent, lasts });
         }
     }
 

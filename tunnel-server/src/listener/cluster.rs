@@ -213,26 +213,26 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn an_answer_is_fresh_for_a_while_and_less_long_without_endpoints() {
-        let (old, new) = (endpoint("10.0.0.7:9443"), endpoint("10.0.0.8:9443"));
-        let some = |endpoint: &Endpoint| Ok(Ok(vec![endpoint.clone()]));
+        let [old, new] = ["10.0.0.7:9443", "10.0.0.8:9443"].map(|address| [endpoint(address)]);
+        let some = |endpoints: &[Endpoint]| Ok(Ok(endpoints.to_vec()));
         let almost = |time: Duration| time - Duration::from_millis(1);
-        assert_eq!(*twice(some(&old), almost(FRESH), some(&new)).await.unwrap(), [old.clone()]);
-        assert_eq!(*twice(some(&old), FRESH, some(&new)).await.unwrap(), [new.clone()]);
+        assert_eq!(*twice(some(&old), almost(FRESH), some(&new)).await.unwrap(), old);
+        assert_eq!(*twice(some(&old), FRESH, some(&new)).await.unwrap(), new);
         let nones: [Listed; 2] = [Ok(Vec::new()), Err("it has none".to_owned())];
         for none in nones {
             let answer = twice(Ok(none.clone()), almost(FRESH_NONE), some(&new)).await;
             assert_eq!(answer.map(|endpoints| endpoints.to_vec()), none);
-            assert_eq!(*twice(Ok(none), FRESH_NONE, some(&new)).await.unwrap(), [new.clone()]);
+            assert_eq!(*twice(Ok(none), FRESH_NONE, some(&new)).await.unwrap(), new);
         }
     }
 
     #[tokio::test(start_paused = true)]
     async fn the_last_answer_is_used_for_a_while_without_another() {
-        let old = endpoint("10.0.0.7:9443");
-        let some = || Ok(Ok(vec![old.clone()]));
+        let old = [endpoint("10.0.0.7:9443")];
+        let some = || Ok(Ok(old.to_vec()));
         let silent = || Err("no answer within 4 s".to_owned());
         let almost = KEPT - Duration::from_millis(1);
-        assert_eq!(*twice(some(), almost, silent()).await.unwrap(), [old.clone()]);
+        assert_eq!(*twice(some(), almost, silent()).await.unwrap(), old);
         assert_eq!(twice(some(), KEPT, silent()).await.unwrap_err(), "no answer within 4 s");
     }
 

@@ -68,8 +68,11 @@ impl Model {
 
     /// A server may reach the API server again, or all do.
     pub(crate) fn reached(&mut self, server: Option<usize>) {
+        if !self.told.deletes {
+            return;
+        }
         for server in (0..self.servers).filter(|index| server.is_none_or(|server| server == *index)) {
-            for agent in (0..self.nodes.len()).filter(|_| self.told.deletes) {
+            for agent in 0..self.nodes.len() {
                 self.within(Host::Agent(agent), Host::Server(server), LISTED + self.patience);
             }
         }

@@ -13,8 +13,8 @@ type Injection = fn(&ApiServer);
 /// Failures of the connection to the API server, and of its answers.
 const FAULTS: &[(&str, Injection)] = &[
     ("refused", |server| server.down()),
-    ("cut in the middle of a line", ApiServer::cut_watches),
-    ("ended", ApiServer::end_watches),
+    ("cut in the middle of a line", |server| server.cut_watches()),
+    ("ended", |server| server.end_watches()),
     ("410 on an open watch", |server| {
         server.compact();
         server.expire_watches();
