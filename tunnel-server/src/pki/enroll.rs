@@ -16,6 +16,7 @@ use tunnel_pki::{CsrKey, Holder, IdentityError, holder_of_certificate, pem_of_ce
 use tunnel_runtime::blocking::blocking;
 use tunnel_runtime::{NodeName, NodeNameError};
 
+use super::ca::cluster_of;
 use super::ca_state::CaState;
 use super::error::PkiError;
 use super::issued::IssuedLedger;
@@ -57,7 +58,8 @@ struct Inner {
     policy: EnrollPolicy,
     ca: watch::Receiver<Arc<CaState>>,
     tokens: TokenStore,
-    ledger: IssuedLedger,
+    /// None in a cluster, where roots are retired by time.
+    ledger: Option<IssuedLedger>,
     metrics: PkiMetrics,
     failures: Mutex<SourceBuckets>,
     permits: Arc<Semaphore>,
@@ -135,12 +137,13 @@ impl EnrollService {
         policy: EnrollPolicy,
         metrics: PkiMetrics,
     ) -> Self {
+        let in_cluster = matches!(cluster_of(state_dir), Ok(Some(_)));
         Self {
             inner: Arc::new(Inner {
                 policy,
                 ca,
                 tokens: TokenStore::new(state_dir),
-                ledger: IssuedLedger::new(state_dir),
+                ledger: (!in_cluster).then(|| IssuedLedger::new(state_dir)),
                 metrics,
                 failures: Mutex::new(SourceBuckets::of_failures()),
                 permits: Arc::new(Semaphore::new(CONCURRENT)),
@@ -231,12 +234,8 @@ impl Inner {
         let ca = Arc::clone(&self.ca.borrow());
         let after = self.policy.standing.issue_after(&node);
         let issued = ca.issue_for((holder, &node), key, Duration::MAX, after)?;
-        if let Err(error) = self.ledger.record((holder, &node), &issued) {
-            // Without the record, `ca retire` could cut this node off.
-            if self.ledger.is_needed() {
-                return Err(error.into());
-            }
-            tracing::warn!(%holder, %node, %error, "failed to record a certificate; in a cluster it is issued nevertheless");
+        if let Some(ledger) = &self.ledger {
+            ledger.record((holder, &node), &issued)?;
         }
         let response = EnrollResponse {
             certificate_chain: pem_of_certificates(&issued.chain),
@@ -347,11 +346,13 @@ mod tests {
     fn a_renewal_needs_its_record_only_without_a_cluster() {
         let directory = tempfile::tempdir().unwrap();
         let ca = Ca::load_or_create(&directory.path().join("server"), Lifetimes::default()).unwrap();
-        let (_told, service) = service_of(&ca);
         let csr = create_csr(&PrivateKey::generate().unwrap()).unwrap();
         let (key, node) = (public_key_of_csr(&csr).unwrap(), "edge-1".parse::<NodeName>().unwrap());
         let certificate = ca.state().unwrap().issue_agent(&node, &key).unwrap().chain[0].clone();
-        let renew = || service.inner.renew(&RenewRequest { csr: csr.clone() }, Some(&certificate));
+        let renew = || {
+            let (_told, service) = service_of(&ca);
+            service.inner.renew(&RenewRequest { csr: csr.clone() }, Some(&certificate))
+        };
         // Like a full disk, but it stops root too.
         fs::write(ca.state_dir().join("issued"), "").unwrap();
         let refused = renew().unwrap_err();

@@ -24,10 +24,6 @@ impl Records {
         Self { state_dir: state_dir.to_owned(), kind }
     }
 
-    pub(super) fn state_dir(&self) -> &Path {
-        &self.state_dir
-    }
-
     pub(super) fn directory(&self) -> PathBuf {
         self.state_dir.join(self.kind)
     }

@@ -229,33 +229,6 @@ fn an_old_root_can_be_retired_by_force() {
     assert_eq!(ca.state().unwrap().roots().len(), 1);
 }
 
-#[test]
-fn records_of_certificates_that_expired_long_ago_are_removed() {
-    let (_directory, state_dir, ca) = new_ca();
-    let mut certificate = issue(&ca, "edge-1");
-    let mut record = |ledger: &IssuedLedger, name: &str, expired_days: u64| {
-        certificate.not_after = SystemTime::now() - Duration::from_secs(expired_days * 86_400);
-        ledger.record((Holder::Agent, &node(name)), &certificate).unwrap();
-    };
-    let nodes = |ledger: &IssuedLedger| -> Vec<_> {
-        ledger.entries().unwrap().into_iter().map(|issued| issued.node.to_string()).collect()
-    };
-    let ledger = IssuedLedger::new(&state_dir);
-    record(&ledger, "edge-2", 8);
-    record(&ledger, "edge-3", 6);
-    assert_eq!(nodes(&ledger), ["edge-1", "edge-2", "edge-3"], "one search a day");
-    // After a restart.
-    let ledger = IssuedLedger::new(&state_dir);
-    record(&ledger, "edge-3", 6);
-    assert_eq!(nodes(&ledger), ["edge-1", "edge-2", "edge-3"], "nothing is new");
-    let broken = state_dir.join("issued/broken");
-    fs::write(&broken, "{}").unwrap();
-    record(&ledger, "edge-4", 0);
-    // Still there, for the operator to see.
-    fs::remove_file(&broken).unwrap();
-    assert_eq!(nodes(&ledger), ["edge-1", "edge-3", "edge-4"]);
-}
-
 /// The directories of CAs that were set aside.
 fn set_aside(state_dir: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(state_dir).unwrap().map(|entry| entry.unwrap().path());

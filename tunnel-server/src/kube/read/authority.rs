@@ -220,11 +220,18 @@ pub async fn obtain(
     loop {
         let error = match material(&secret, state_dir, lifetimes).await {
             Ok(material) => {
-                let installed = install(state_dir.to_owned(), lifetimes, material.clone(), &secret).await;
-                return match installed {
-                    Ok((ca, _)) => Ok(ca),
-                    Err(error) => Ok(earlier_copy(error, &material, state_dir, lifetimes, &secret)?),
+                let wanted = material.state(lifetimes)?;
+                let error = match install(state_dir.to_owned(), lifetimes, material, &secret).await {
+                    Ok((ca, _)) => return Ok(ca),
+                    Err(error) => error,
                 };
+                // As the leader, this server would sign certificates by a CA without a common root that nobody accepts.
+                let Some(Ok(copy)) = copy.filter(|copy| copy.as_ref().is_ok_and(|copy| is_of(copy, &wanted)))
+                else {
+                    return Err(error.into());
+                };
+                tracing::error!(%error, %secret, "failed to copy the CA from its Secret, using the copy of the state directory");
+                return Ok(copy);
             }
             // Another server was first: read its CA.
             Err(error) if error.is_conflict() => continue,
@@ -270,43 +277,9 @@ async fn material(
     Ok(material)
 }
 
-/// Returns the copy in the state directory, although the Secret's CA could not be written there.
-///
-/// # Errors
-/// `error`, if there is no good copy, or it has no root of the Secret's CA: no agent and no other server would accept this
-/// one, and as the leader it would sign certificates that nobody else accepts.
-fn earlier_copy(
-    error: PkiError,
-    material: &CaMaterial,
-    state_dir: &Path,
-    lifetimes: Lifetimes,
-    secret: &CaSecret,
-) -> Result<Ca, PkiError> {
-    let Ok(copy) = Ca::open(state_dir, lifetimes) else { return Err(error) };
-    let (present, wanted) = (copy.state()?, material.state(lifetimes)?);
-    let (ca_hash, secret_ca_hash) = (present.hash(), wanted.hash());
-    if !present.shares_root(&wanted) {
-        tracing::error!(
-            %error,
-            %secret,
-            ca_hash,
-            secret_ca_hash,
-            "failed to copy the CA from its Secret, and the state directory has another one"
-        );
-        return Err(error);
-    }
-    if copy.material()?.roots() == material.roots() {
-        tracing::error!(%error, %secret, ca_hash, "failed to write the copy of the CA, using the present one");
-    } else {
-        tracing::error!(
-            %error,
-            %secret,
-            ca_hash,
-            secret_ca_hash,
-            "failed to copy the CA from its Secret, using the earlier copy, whose roots differ, until it can be written"
-        );
-    }
-    Ok(copy)
+/// True if there is a root that both trust.
+fn is_of(copy: &Ca, wanted: &CaState) -> bool {
+    copy.state().is_ok_and(|present| present.shares_root(wanted))
 }
 
 /// Writes the files, on a blocking thread because syncing them to disk may take a while.
