@@ -4,6 +4,7 @@
 
 pub mod accept;
 pub mod admin;
+pub mod answer_cache;
 pub mod backoff;
 pub mod blocking;
 pub mod cgroup;

@@ -224,7 +224,7 @@ impl Start<'_> {
         let (client, mut registry) =
             (cluster.client(self.process.0, runtime.stop.clone()), Registry::default());
         let (names, nodes) = (ObjectNames::default(), NodeCount::default());
-        Kube::over(client, NAMESPACE, names, nodes, &mut registry).start(KubeParts {
+        Kube::new((client, NAMESPACE.to_owned()), names, nodes, &mut registry).start(KubeParts {
             runtime,
             state_dir: self.state_dir.clone(),
             listeners: Listeners { https: 0, secure: BTreeMap::new(), http: 0, pairs: 0 },

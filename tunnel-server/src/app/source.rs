@@ -53,7 +53,10 @@ impl Source {
                 };
                 Ok(Self::File { file, path: path.clone(), inventory, count, ca })
             }
-            None => Ok(Self::Kubernetes(Kube::connect(&config.kube, count, registry).await?)),
+            None => {
+                let cluster = config.kube.connect().await?;
+                Ok(Self::Kubernetes(Kube::new(cluster, config.kube.names.clone(), count, registry)))
+            }
         }
     }
 

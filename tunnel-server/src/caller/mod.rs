@@ -4,7 +4,6 @@
 //! Nothing here depends on a listener, so every listener that authenticates can use it.
 
 mod access;
-pub(crate) mod answer_cache;
 mod audiences;
 mod authenticator;
 mod bearer;
@@ -17,6 +16,7 @@ mod roots;
 mod shown;
 mod tls;
 mod tokens;
+pub(crate) mod verdict_cache;
 
 pub use access::{Access, kubelet_accesses, other_accesses};
 pub use audiences::{Audiences, DEFAULT_AUDIENCES, parse_audiences};

@@ -20,7 +20,7 @@ use super::access::Access;
 use super::audiences::Audiences;
 use super::identity::{Caller, Refusal};
 use super::questions::{Asker, Questions};
-use crate::caller::answer_cache::VerdictCache;
+use crate::caller::verdict_cache::VerdictCache;
 
 /// Time for which a positive answer is cached. A deleted token or a withdrawn right still works here that long.
 const YES: Duration = Duration::from_secs(30);

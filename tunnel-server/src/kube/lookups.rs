@@ -45,16 +45,13 @@ impl Cluster for Lookups {
         let spec = service.and_then(|service| service.spec).unwrap_or_default();
         let ports = spec.ports.unwrap_or_default();
         let mut tcp = ports.iter().filter(|known| is_tcp(known.protocol.as_deref()));
-        let of_service = tcp.find(|known| known.port == i32::from(port));
-        let Some(of_service) = of_service else {
+        let Some(of_service) = tcp.find(|known| known.port == i32::from(port)) else {
             return Ok(Err(format!("there is no Service {full_name} with a TCP port {port}")));
         };
         let wanted = of_service.name.as_deref().unwrap_or_default();
         let found = self.endpoints_by_name(name, namespace, wanted).await?;
-        if found.is_empty() {
-            return Ok(Err(format!("the Service {full_name} has no ready endpoint")));
-        }
-        Ok(Ok(found))
+        let none = || format!("the Service {full_name} has no ready endpoint");
+        Ok(if found.is_empty() { Err(none()) } else { Ok(found) })
     }
 
     async fn endpoints_by_name(

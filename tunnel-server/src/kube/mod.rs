@@ -28,7 +28,7 @@ use tunnel_kube::Health;
 use tunnel_routing::Router;
 use tunnel_routing::inventory::{Inventory, Selector};
 use tunnel_runtime::NodeName;
-use tunnel_runtime::config::{ConfigError, HostPort};
+use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::ReadyGuard;
 
 pub use self::apply::{Apply, Said};
@@ -102,23 +102,9 @@ pub struct Writes {
 }
 
 impl Kube {
-    /// Makes the client; no request is made. Metrics go into `registry`, which has the prefix `postern`.
-    ///
-    /// # Errors
-    /// When there is no usable configuration.
-    pub async fn connect(
-        options: &KubeOptions,
-        nodes: NodeCount,
-        registry: &mut Registry,
-    ) -> Result<Self, ConfigError> {
-        let (client, namespace) = options.connect().await?;
-        Ok(Self::over(client, &namespace, options.names.clone(), nodes, registry))
-    }
-
-    /// The same with a client of this namespace.
-    pub fn over(
-        client: kube::Client,
-        namespace: &str,
+    /// The client's namespace has the objects of these names. Metrics go into `registry`, which has the prefix `postern`.
+    pub fn new(
+        (client, namespace): (kube::Client, String),
         names: ObjectNames,
         nodes: NodeCount,
         registry: &mut Registry,
@@ -245,7 +231,7 @@ impl Kube {
         tasks.spawn(service::run(writers.clone(), listeners));
         let (sessions, peers) = (runtime.sessions.clone(), runtime.peers.clone());
         let own = Tunnels { changed: sessions.changed(), nodes: move || sessions.live() };
-        let elsewhere = Tunnels { changed: peers.changed(), nodes: move || peers.nodes_and_lost() };
+        let elsewhere = Tunnels { changed: peers.changed(), nodes: move || peers.nodes() };
         tasks.spawn(tunnels::run(writers, events, own, elsewhere, writes.node_condition));
         tasks.spawn(names::run(context, writes.certificate, writes.server_names));
         leader

@@ -34,9 +34,10 @@ impl CallerFiles {
     pub(super) fn open(config: &ListenersConfig, metrics: &FileMetrics) -> Result<Self, ConfigError> {
         let (policy, roots) = (&config.connect.policy, &config.common.client_ca_file);
         let tokens = &config.common.token_auth_file;
+        let roots_of = |pem: &str| TrustBundle::from_pem(pem).map_err(|error| error.to_string());
         Ok(Self {
             policy: open("--policy", "policy", policy.as_deref(), Policy::parse, metrics)?,
-            roots: open("--client-ca-file", "client-ca", roots.as_deref(), parse_roots, metrics)?,
+            roots: open("--client-ca-file", "client-ca", roots.as_deref(), roots_of, metrics)?,
             tokens: open("--token-auth-file", "tokens", tokens.as_deref(), Tokens::parse, metrics)?,
         })
     }
@@ -174,8 +175,4 @@ pub(super) fn open<T: Send + 'static>(
 ) -> Result<Followed<T>, ConfigError> {
     let Some(path) = path else { return Ok(None) };
     ReloadedFile::open_one(what, NamedFile::new(key, path), parse, metrics).map(Some)
-}
-
-fn parse_roots(pem: &str) -> Result<TrustBundle, String> {
-    TrustBundle::from_pem(pem).map_err(|error| error.to_string())
 }

@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use rand::seq::SliceRandom as _;
 use tokio::time::Instant;
-
-use crate::caller::answer_cache::AnswerCache;
+use tunnel_runtime::answer_cache::AnswerCache;
 
 /// Time for which endpoints are used without asking again.
 const FRESH: Duration = Duration::from_secs(5);

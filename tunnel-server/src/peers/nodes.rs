@@ -102,14 +102,9 @@ impl Peers {
         holders
     }
 
-    /// The nodes that are reached through another server.
-    pub fn nodes(&self) -> BTreeSet<NodeName> {
-        let all = self.nodes.read();
-        all.iter().filter(|(_, remote)| remote.offered).map(|(node, _)| node.clone()).collect()
-    }
-
-    /// The same, and the nodes that were last at a server which is not linked, but should be: they may still be there.
-    pub fn nodes_and_lost(&self) -> (BTreeSet<NodeName>, BTreeSet<NodeName>) {
+    /// The nodes that are reached through another server, and those that were last at a server which is not linked, but should
+    /// be: they may still be there.
+    pub fn nodes(&self) -> (BTreeSet<NodeName>, BTreeSet<NodeName>) {
         let all = self.nodes.read();
         let names = |those: fn(&RemoteNode) -> bool| -> BTreeSet<NodeName> {
             all.iter().filter(|(_, remote)| those(remote)).map(|(node, _)| node.clone()).collect()
@@ -259,16 +254,16 @@ mod tests {
         assert!(peers.holders(&node).is_empty());
         assert!(peers.refusal(&node).unwrap().to_string().contains("agent readmit edge-1"));
         changed.changed().await.unwrap();
-        assert_eq!(peers.nodes(), [other.clone()].into());
+        assert_eq!(peers.nodes().0, [other.clone()].into());
         assert!(peers.router.awaited(&node).is_none(), "no connection waits for it");
         // Nor if the other server says it again.
         peers.lost(&peer, &node);
         peers.gained(&peer, &node);
-        assert_eq!((peers.nodes(), peers.holders(&other).len()), ([other.clone()].into(), 1));
+        assert_eq!((peers.nodes().0, peers.holders(&other).len()), ([other.clone()].into(), 1));
         changed.mark_unchanged();
         publish(&revoked.readmit(now).unwrap());
         changed.changed().await.unwrap();
-        assert_eq!((peers.nodes(), peers.holders(&node).len()), ([node, other.clone()].into(), 1));
+        assert_eq!((peers.nodes().0, peers.holders(&node).len()), ([node, other.clone()].into(), 1));
         // A change of the inventory judges no node.
         peers.nodes.write().get_mut(&other).unwrap().offered = false;
         nodes.send_replace(Some(Arc::default()));
@@ -293,8 +288,7 @@ mod tests {
             peer
         };
         let known = || {
-            let (nodes, lost) = peers.nodes_and_lost();
-            assert_eq!(nodes, peers.nodes());
+            let (nodes, lost) = peers.nodes();
             [nodes, lost].map(|nodes| nodes.iter().map(ToString::to_string).collect::<Vec<_>>().join(" "))
         };
         // An address that was removed.

@@ -145,7 +145,7 @@ impl Succession {
             server_id: self.runtime.server_id.clone(),
             pins: redirect.and_then(|redirect| redirect.pinned_in()),
             virtual_addresses: redirect.map(|redirect| redirect.virtual_addresses()).unwrap_or_default(),
-            fleet: self.runtime.peers.nodes().iter().map(ToString::to_string).collect(),
+            fleet: self.runtime.peers.nodes().0.iter().map(ToString::to_string).collect(),
         }
     }
 

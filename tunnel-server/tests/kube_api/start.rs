@@ -30,7 +30,9 @@ async fn start(api: &ApiServer, dns_records: bool) -> (Health, DropGuard) {
     let workers = Workers::here();
     let runtime = Runtime::new(Arc::new(router()), workers, &mut registry);
     let stop = runtime.stop.clone();
-    let kube = Kube::connect(&options(api), NodeCount::default(), &mut registry).await.unwrap();
+    let options = options(api);
+    let cluster = options.connect().await.unwrap();
+    let kube = Kube::new(cluster, options.names, NodeCount::default(), &mut registry);
     let state_dir = api.dir().join("server");
     let ca = kube.authority(&state_dir, Lifetimes::default(), &stop).await.unwrap();
     let (server_names, pki_metrics) = (ServerNames::default(), PkiMetrics::default());

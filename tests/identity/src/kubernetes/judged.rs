@@ -154,7 +154,7 @@ async fn the_nodes_of_a_lost_server_are_known_while_its_address_is() {
     let following = far.follow_all(&ca, addresses.subscribe());
     let (none, edge_1) = (BTreeSet::new(), BTreeSet::from([node("edge-1")]));
     let known = |nodes: &BTreeSet<_>, lost: &BTreeSet<_>| {
-        let known = far.peers.nodes_and_lost();
+        let known = far.peers.nodes();
         (known.0 == *nodes && known.1 == *lost).then_some(())
     };
     eventually("the node", || known(&edge_1, &none)).await;

@@ -221,17 +221,18 @@ pub async fn obtain(
         let error = match material(&secret, state_dir, lifetimes).await {
             Ok(material) => {
                 let wanted = material.state(lifetimes)?;
-                let error = match install(state_dir.to_owned(), lifetimes, material, &secret).await {
-                    Ok((ca, _)) => return Ok(ca),
-                    Err(error) => error,
+                let installed = install(state_dir.to_owned(), lifetimes, material, &secret).await;
+                return match (installed, copy) {
+                    (Ok((ca, _)), _) => Ok(ca),
+                    // By a CA without a common root this server, as the leader, would sign certificates that nobody accepts.
+                    (Err(error), Some(Ok(copy)))
+                        if copy.state().is_ok_and(|present| present.shares_root(&wanted)) =>
+                    {
+                        tracing::error!(%error, %secret, "failed to copy the CA from its Secret, using the state directory's");
+                        Ok(copy)
+                    }
+                    (Err(error), _) => Err(error.into()),
                 };
-                // As the leader, this server would sign certificates by a CA without a common root that nobody accepts.
-                let Some(Ok(copy)) = copy.filter(|copy| copy.as_ref().is_ok_and(|copy| is_of(copy, &wanted)))
-                else {
-                    return Err(error.into());
-                };
-                tracing::error!(%error, %secret, "failed to copy the CA from its Secret, using the copy of the state directory");
-                return Ok(copy);
             }
             // Another server was first: read its CA.
             Err(error) if error.is_conflict() => continue,
@@ -275,11 +276,6 @@ async fn material(
     secret.create(&material).await?;
     tracing::info!(%secret, "created the CA Secret");
     Ok(material)
-}
-
-/// True if there is a root that both trust.
-fn is_of(copy: &Ca, wanted: &CaState) -> bool {
-    copy.state().is_ok_and(|present| present.shares_root(wanted))
 }
 
 /// Writes the files, on a blocking thread because syncing them to disk may take a while.

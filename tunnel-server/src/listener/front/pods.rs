@@ -6,7 +6,7 @@ use std::time::Duration;
 use http::StatusCode;
 use tunnel_runtime::text::printable;
 
-use crate::caller::answer_cache::VerdictCache;
+use crate::caller::verdict_cache::VerdictCache;
 use crate::caller::{Asker, Questions};
 use crate::listener::answer::Failure;
 use crate::listener::cluster::Cluster;

@@ -1,46 +1,12 @@
-//! A cache of answers that stay valid for a limited time.
+//! A cache of verdicts that stay valid for a limited time.
 
-use std::collections::HashMap;
 use std::hash::Hash;
 use std::time::Duration;
 
-use parking_lot::Mutex;
-use tokio::time::Instant;
+use tunnel_runtime::answer_cache::AnswerCache;
 
 use super::identity::Refusal;
 use super::questions::{Asker, Questions};
-
-/// Maximum number of entries, because callers choose the keys.
-const MOST: usize = 4096;
-
-/// Answers by key, each with its time of expiry.
-#[derive(Debug)]
-pub(crate) struct AnswerCache<K, V>(Mutex<HashMap<K, (V, Instant)>>);
-
-impl<K, V> Default for AnswerCache<K, V> {
-    fn default() -> Self {
-        Self(Mutex::default())
-    }
-}
-
-impl<K: Eq + Hash, V: Clone> AnswerCache<K, V> {
-    pub(crate) fn get(&self, key: &K) -> Option<V> {
-        let entries = self.0.lock();
-        entries.get(key).filter(|(_, until)| Instant::now() < *until).map(|(value, _)| value.clone())
-    }
-
-    pub(crate) fn put(&self, key: K, value: V, lasts: Duration) {
-        let now = Instant::now();
-        let mut entries = self.0.lock();
-        if entries.len() >= MOST {
-            entries.retain(|_, (_, until)| now < *until);
-            if entries.len() >= MOST {
-                entries.clear();
-            }
-        }
-        entries.insert(key, (value, now + lasts));
-    }
-}
 
 /// Caches positive and negative answers separately, so that a caller with many negative ones cannot evict positive
 /// ones.
@@ -95,28 +61,9 @@ impl<K: Eq + Hash, T: Clone, E: Clone> VerdictCache<K, T, E> {
 
 #[cfg(test)]
 mod tests {
+    use tunnel_runtime::answer_cache::MOST;
+
     use super::*;
-
-    #[tokio::test(start_paused = true)]
-    async fn an_answer_expires() {
-        let cache = AnswerCache::default();
-        cache.put("a", 1, Duration::from_secs(5));
-        tokio::time::advance(Duration::from_secs(4)).await;
-        assert_eq!(cache.get(&"a"), Some(1));
-        assert_eq!(cache.get(&"b"), None);
-        tokio::time::advance(Duration::from_secs(1)).await;
-        assert_eq!(cache.get(&"a"), None);
-    }
-
-    #[test]
-    fn it_does_not_grow_beyond_its_bound() {
-        let cache = AnswerCache::default();
-        for n in 0..3 * MOST {
-            cache.put(n, (), Duration::from_secs(3600));
-            assert!(cache.0.lock().len() <= MOST);
-        }
-        assert_eq!(cache.get(&(3 * MOST - 1)), Some(()));
-    }
 
     #[test]
     fn a_yes_outlasts_any_number_of_noes() {
