@@ -150,6 +150,9 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
 
 fn copy_ca(from: &Path, to: &Path) -> Result<()> {
     let (from, to) = (from.join("ca"), to.join("ca"));
+    if to.exists() {
+        return Ok(());
+    }
     create_private_directory(&to)?;
     for file in std::fs::read_dir(from)? {
         let file = file?;
@@ -254,18 +257,21 @@ impl Fleet {
     fn start_server(&mut self, index: usize) -> Result<()> {
         let process = (index, self.processes[index]);
         self.processes[index] += 1;
-        let (state_dir, clock) = (self.dir.join(server::id_of(process)), Host::Server(index).clock());
-        if self.cluster.is_some() {
-            // Each keeps a copy of the CA up to date with the cluster's.
+        let clock = Host::Server(index).clock();
+        let (state_dir, of_ca) = if self.cluster.is_some() {
+            // Processes of a server find what those before them knew. Each server has a copy of the cluster's CA.
+            let state_dir = self.dir.join(format!("server-{index}"));
             copy_ca(self.ca.state_dir(), &state_dir)?;
-        }
-        let of_ca = if self.cluster.is_some() { &state_dir } else { self.ca.state_dir() };
+            (state_dir.clone(), state_dir)
+        } else {
+            (self.dir.join(server::id_of(process)), self.ca.state_dir().to_owned())
+        };
         let start = Start {
             net: &self.net,
             cluster: self.cluster.as_ref(),
-            ca: Ca::open(of_ca, lifetimes(&self.plan, clock))?,
+            ca: Ca::open(&of_ca, lifetimes(&self.plan, clock))?,
             clock,
-            state_dir: state_dir.clone(),
+            state_dir,
             process,
             count: self.plan.servers,
             files: self.plan.files,

@@ -303,7 +303,7 @@ impl Model {
     fn one_accepts(&mut self, fleet: &Fleet, index: usize) -> Result<()> {
         let processes = &self.view.servers[index];
         let accept = processes.iter().filter(|process| process.accepts).count();
-        if accept == 1 || !self.goes_on(index) {
+        if accept == 1 || !self.goes_on(index) || (accept == 0 && self.may_not_know_nodes(fleet, index)) {
             self.not_one.remove(&index);
             return Ok(());
         }
@@ -419,6 +419,7 @@ impl Model {
             };
             if other == index
                 || !self.goes_on(other)
+                || self.may_not_know_nodes(fleet, other)
                 || !self.is_due(fleet, Host::Server(index), Host::Server(other))
             {
                 continue;

@@ -9,6 +9,7 @@ use tokio::time::Instant;
 use super::{Model, Process};
 use crate::fleet::{Fleet, Host};
 use crate::server::Server;
+use crate::view::OfServer;
 
 /// One writes after so long: a Lease lasts for 15 s, others look at it every 3 s, and pause for 10 s after a request that fails,
 /// which takes 4 s.
@@ -76,6 +77,14 @@ impl Model {
                 self.within(Host::Agent(agent), Host::Server(server), LISTED + self.patience);
             }
         }
+    }
+
+    /// True if the server may not know the Nodes yet. While it has no file with those of an earlier process either, it waits.
+    pub(super) fn may_not_know_nodes(&self, fleet: &Fleet, server: usize) -> bool {
+        let knows = |process: &OfServer| {
+            self.told.able.get(&process.process).is_some_and(|able| able.elapsed() >= LISTED)
+        };
+        fleet.cluster.is_some() && !self.view.servers[server].iter().any(knows)
     }
 
     /// True if the server may refuse the agent. A session of one that has no Node fails.
