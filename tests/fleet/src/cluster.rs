@@ -27,7 +27,7 @@ const ANSWERS: Duration = Duration::from_millis(2);
 enum Path {
     #[default]
     Open,
-    /// What is sent arrives once the path is open again.
+    /// Requests and answers arrive once the path is open again.
     Silent,
     /// Connections are reset.
     Refused,
@@ -49,7 +49,7 @@ impl Cluster {
         cluster
     }
 
-    /// A process of a server has the client until it is `killed`. What it has sent before may still arrive.
+    /// A process of a server has the client until it is `killed`. A request that it has sent before may still arrive.
     pub(crate) fn client(&self, server: usize, killed: CancellationToken) -> Client {
         let (api, path) = (self.api.clone(), self.paths[server].0.subscribe());
         let service = tower::service_fn(move |request: Request<Body>| {

@@ -9,7 +9,7 @@ use tokio::task::JoinSet;
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::net::lookup;
 
-use super::Server;
+use super::server::Server;
 
 /// Delay before the next address is tried, beside those that have not answered.
 const NEXT_ADDRESS: Duration = Duration::from_millis(250);

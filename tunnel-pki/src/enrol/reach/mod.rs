@@ -2,6 +2,7 @@
 
 mod direct;
 mod proxy;
+mod server;
 
 use std::fmt;
 use std::io;
@@ -14,6 +15,7 @@ use tunnel_link::link::{Congestion, Wire, multipath_socket};
 use tunnel_runtime::net::refine;
 
 pub use proxy::{Proxy, ProxyFault, proxy_fault};
+pub use server::Server;
 
 /// A network other than the kernel's.
 pub trait Network: fmt::Debug + Send + Sync {
@@ -33,15 +35,6 @@ pub struct Reach {
     pub multipath: bool,
     /// Used for direct connections, and by agents for targets. None: the kernel's.
     pub network: Option<Arc<dyn Network>>,
-}
-
-/// A server to connect to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Server {
-    /// `HOST:PORT` as configured or found. Connected directly or through the proxy.
-    Named(String),
-    /// Connected directly at this address.
-    At(SocketAddr),
 }
 
 /// A connection to a server.
@@ -95,15 +88,6 @@ async fn connect_multipath(to: SocketAddr) -> io::Result<TcpStream> {
         Err(error) => {
             refine("MPTCP", Err(error));
             TcpStream::connect(to).await
-        }
-    }
-}
-
-impl fmt::Display for Server {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Named(name) => f.write_str(name),
-            Self::At(address) => address.fmt(f),
         }
     }
 }

@@ -11,7 +11,8 @@ use tokio::net::TcpStream;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_runtime::error::chain;
 
-use super::{Server, direct};
+use super::direct;
+use super::server::Server;
 
 /// Go's default for http://. (curl's is 1080.)
 const DEFAULT_PORT: u16 = 80;
