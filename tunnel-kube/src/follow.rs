@@ -21,6 +21,8 @@ use crate::client::reason;
 
 /// Part of the message of an API server that has not reached the version yet.
 const NOT_REACHED: &str = "Too large resource version";
+/// Where watches have failed for this long, in whatever way, the path may pass none: the objects are listed again.
+const WITHOUT_WATCH: Duration = Duration::from_secs(600);
 /// Time past the requested end of a watch before it counts as silent.
 const END_GRACE: Duration = Duration::from_secs(5);
 
@@ -410,7 +412,8 @@ where
         let old = self.listed.is_none_or(|listed| listed.elapsed() >= self.settings.relist_every);
         let doubt = error.remedy == Remedy::Doubt;
         let doubted = doubt && self.doubts >= self.settings.relist_after && old;
-        let list = error.remedy == Remedy::List || self.is_deaf() || doubted;
+        let without_watch = old && self.heard.elapsed() >= WITHOUT_WATCH;
+        let list = error.remedy == Remedy::List || self.is_deaf() || doubted || without_watch;
         self.doubts = self.doubts.saturating_add(u32::from(doubt));
         self.state = if list { State::Unknown } else { State::Known { version } };
         self.pause(error, self.failures == 0).await;

@@ -162,7 +162,7 @@ async fn requests_stay_rare_where_lists_work_and_watches_fail() {
 
 /// Ten thousand clients that list would add to an overload, and the version is as good as before.
 #[tokio::test(start_paused = true)]
-async fn neither_an_overload_nor_a_failed_connection_leads_to_a_list() {
+async fn neither_an_overload_nor_a_failed_connection_soon_leads_to_a_list() {
     type Watch = fn() -> io::Result<ApiResponse>;
     let broken: [Watch; 5] = [
         || Err(io::ErrorKind::ConnectionRefused.into()),
@@ -175,7 +175,10 @@ async fn neither_an_overload_nor_a_failed_connection_leads_to_a_list() {
         let (client, requests) = unsteady_server(move |_| watch());
         let seen = follow_for_an_hour(client).await;
         let (lists, failed) = (requests.lists().len(), seen.failures.len());
-        assert!(lists == 1 && failed >= 60, "case {index}: {lists} lists, {failed} failures");
+        // One in ten minutes, as a proxy may let no watch pass.
+        assert!((5..=7).contains(&lists) && failed >= 60, "case {index}: {lists} lists, {failed} failures");
+        let pauses: Vec<_> = requests.lists().windows(2).map(|pair| pair[1] - pair[0]).collect();
+        assert!(pauses.iter().all(|pause| *pause >= WITHOUT_WATCH), "{pauses:?}");
         // A server lists sooner: at the fourth failure that counts.
         let (client, requests) = unsteady_server(move |number| match number {
             1..=12 => watch(),
