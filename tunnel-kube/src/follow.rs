@@ -124,9 +124,10 @@ where
     R: FnMut(Signal<'_>) + Send,
 {
     let backoff = settings.backoff.clone();
-    let (state, failures, doubts, listed, heard) = (State::Unknown, 0, 0, None, Instant::now());
+    let (state, failures, doubts, listed) = (State::Unknown, 0, 0, None);
+    let (failing, heard) = (Instant::now(), Instant::now());
     let follower =
-        Follower { api, config, settings, report, state, backoff, failures, doubts, listed, heard };
+        Follower { api, config, settings, report, state, backoff, failures, failing, doubts, listed, heard };
     stream::unfold(follower, |mut follower| async move { Some((follower.next().await, follower)) })
 }
 
@@ -139,6 +140,8 @@ struct Follower<K, R> {
     backoff: Backoff,
     /// Failures in a row.
     failures: u32,
+    /// Time of the first of them.
+    failing: Instant,
     /// Those of them with [`Remedy::Doubt`].
     doubts: u32,
     /// Time of the last list.
@@ -412,7 +415,8 @@ where
         let old = self.listed.is_none_or(|listed| listed.elapsed() >= self.settings.relist_every);
         let doubt = error.remedy == Remedy::Doubt;
         let doubted = doubt && self.doubts >= self.settings.relist_after && old;
-        let without_watch = old && self.heard.elapsed() >= WITHOUT_WATCH;
+        let fails = self.failures > 0 && self.failing.elapsed() >= WITHOUT_WATCH;
+        let without_watch = old && fails && self.heard.elapsed() >= WITHOUT_WATCH;
         let list = error.remedy == Remedy::List || self.is_deaf() || doubted || without_watch;
         self.doubts = self.doubts.saturating_add(u32::from(doubt));
         self.state = if list { State::Unknown } else { State::Known { version } };
@@ -421,6 +425,9 @@ where
 
     async fn pause(&mut self, error: FollowError, passing: bool) {
         (self.report)(Signal::Failed { reason: &error.reason, passing });
+        if self.failures == 0 {
+            self.failing = Instant::now();
+        }
         self.failures = self.failures.saturating_add(1);
         let retry_after = error.retry_after.unwrap_or_default().min(self.settings.longest_retry_after);
         // Adds jitter, because other clients got the same Retry-After.

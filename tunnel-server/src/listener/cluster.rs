@@ -116,8 +116,17 @@ pub(crate) struct EndpointCache(AnswerCache<String, CachedEndpoints>);
 struct CachedEndpoints {
     endpoints: Result<Arc<[Endpoint]>, String>,
     listed: Instant,
-    /// They are asked for again after this time.
-    fresh_until: Instant,
+    /// Time at which the API server was asked last.
+    asked: Instant,
+    /// True if none of them could be reached.
+    doubted: bool,
+}
+
+impl CachedEndpoints {
+    fn is_fresh(&self) -> bool {
+        let found = self.endpoints.as_ref().is_ok_and(|endpoints| !endpoints.is_empty());
+        !self.doubted && self.asked.elapsed() < if found { FRESH } else { FRESH_NONE }
+    }
 }
 
 impl EndpointCache {
@@ -133,14 +142,13 @@ impl EndpointCache {
         reached: impl Fn(&Endpoint) -> bool,
     ) -> Result<Arc<[Endpoint]>, String> {
         let before = self.0.get(&key);
-        if let Some(answer) = before.as_ref().filter(|answer| Instant::now() < answer.fresh_until) {
-            return answer.endpoints.clone();
-        }
-        if let Some(before) = &before {
+        match &before {
+            Some(known) if known.is_fresh() => return known.endpoints.clone(),
             // Others do not wait for the answer, and one asks at a time while the API server does not answer.
-            let lasts = KEPT.saturating_sub(before.listed.elapsed());
-            let again = CachedEndpoints { fresh_until: Instant::now() + FRESH, ..before.clone() };
-            self.0.put(key.clone(), again, lasts);
+            Some(known) if !known.doubted => {
+                self.put(key.clone(), CachedEndpoints { asked: Instant::now(), ..known.clone() });
+            }
+            _ => {}
         }
         let endpoints = match (list.await, before) {
             (Ok(listed), _) => listed.map(|endpoints| some_of(endpoints, reached)),
@@ -150,17 +158,23 @@ impl EndpointCache {
                 return before.endpoints;
             }
         };
-        let found = endpoints.as_ref().is_ok_and(|endpoints| !endpoints.is_empty());
-        let listed = Instant::now();
-        let fresh_until = listed + if found { FRESH } else { FRESH_NONE };
-        self.0.put(key, CachedEndpoints { endpoints: endpoints.clone(), listed, fresh_until }, KEPT);
+        let now = Instant::now();
+        let known = CachedEndpoints { endpoints: endpoints.clone(), listed: now, asked: now, doubted: false };
+        self.put(key, known);
         endpoints
     }
 
-    /// Marks the endpoints as unreachable, so that they are asked for again.
-    pub(crate) fn doubt(&self, key: String, endpoints: Arc<[Endpoint]>) {
-        let now = Instant::now();
-        self.0.put(key, CachedEndpoints { endpoints: Ok(endpoints), listed: now, fresh_until: now }, KEPT);
+    /// Marks the endpoints as unreachable, so that they are asked for again, unless they have been meanwhile.
+    pub(crate) fn doubt(&self, key: String, endpoints: &Arc<[Endpoint]>) {
+        let Some(known) = self.0.get(&key) else { return };
+        if known.endpoints.as_ref().is_ok_and(|known| Arc::ptr_eq(known, endpoints)) {
+            self.put(key, CachedEndpoints { doubted: true, ..known });
+        }
+    }
+
+    fn put(&self, key: String, known: CachedEndpoints) {
+        let lasts = KEPT.saturating_sub(known.listed.elapsed());
+        self.0.put(key, known, lasts);
     }
 }
 
@@ -261,8 +275,11 @@ mod tests {
             let listed = vec![endpoint.clone()];
             cache.get_or_list(key(), async { Ok(Ok(listed)) }, |_| true).await.unwrap()
         };
-        cache.doubt(key(), list(&old).await);
-        let again = list(&new).await;
-        assert_eq!(*again, [new]);
+        let before = list(&old).await;
+        cache.doubt(key(), &before);
+        assert_eq!(list(&new).await.first(), Some(&new));
+        // A dial that fails later says nothing of those listed since.
+        cache.doubt(key(), &before);
+        assert_eq!(*list(&old).await, [new]);
     }
 }

@@ -193,7 +193,7 @@ impl Ca {
         // Unusable files are kept too.
         let present = ca.directory().exists().then(|| ca.material());
         let known = present.as_ref().and_then(|present| present.as_ref().ok()?.state(lifetimes).ok());
-        if known.as_ref().is_some_and(|known| known.shares_root(&state)) {
+        if known.as_ref().is_some_and(|known| known.roots().iter().any(|root| state.trusts(&root.hash))) {
             ca.write(material)?;
             let source = cluster_of(state_dir).ok().flatten();
             if source.as_deref() != Some(secret) {

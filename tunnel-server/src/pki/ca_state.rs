@@ -175,9 +175,9 @@ impl CaState {
         &self.roots
     }
 
-    /// True if there is a root that both trust.
-    pub fn shares_root(&self, other: &Self) -> bool {
-        self.roots.iter().any(|root| other.roots.iter().any(|theirs| theirs.hash == root.hash))
+    /// True if the root with this hash is one of these.
+    pub fn trusts(&self, hash: &str) -> bool {
+        self.roots.iter().any(|root| root.hash == hash)
     }
 
     pub(super) const fn clock(&self) -> Clock {

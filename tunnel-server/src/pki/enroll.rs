@@ -1,6 +1,7 @@
 //! The gRPC Enrollment service: issues a certificate for an enrolment token or a valid certificate.
 
 use std::net::IpAddr;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -58,8 +59,8 @@ struct Inner {
     policy: EnrollPolicy,
     ca: watch::Receiver<Arc<CaState>>,
     tokens: TokenStore,
-    /// None in a cluster, where roots are retired by time.
-    ledger: Option<IssuedLedger>,
+    ledger: IssuedLedger,
+    state_dir: PathBuf,
     metrics: PkiMetrics,
     failures: Mutex<SourceBuckets>,
     permits: Arc<Semaphore>,
@@ -133,17 +134,17 @@ impl EnrollService {
     /// Creates the service. It signs with the CA that `ca` has at a call, and reads the tokens on each call.
     pub fn new(
         ca: watch::Receiver<Arc<CaState>>,
-        state_dir: &std::path::Path,
+        state_dir: &Path,
         policy: EnrollPolicy,
         metrics: PkiMetrics,
     ) -> Self {
-        let in_cluster = matches!(cluster_of(state_dir), Ok(Some(_)));
         Self {
             inner: Arc::new(Inner {
                 policy,
                 ca,
                 tokens: TokenStore::new(state_dir),
-                ledger: (!in_cluster).then(|| IssuedLedger::new(state_dir)),
+                ledger: IssuedLedger::new(state_dir),
+                state_dir: state_dir.to_owned(),
                 metrics,
                 failures: Mutex::new(SourceBuckets::of_failures()),
                 permits: Arc::new(Semaphore::new(CONCURRENT)),
@@ -234,8 +235,12 @@ impl Inner {
         let ca = Arc::clone(&self.ca.borrow());
         let after = self.policy.standing.issue_after(&node);
         let issued = ca.issue_for((holder, &node), key, Duration::MAX, after)?;
-        if let Some(ledger) = &self.ledger {
-            ledger.record((holder, &node), &issued)?;
+        if let Err(error) = self.ledger.record((holder, &node), &issued) {
+            // Without a cluster roots are retired by the records, else by time.
+            if !matches!(cluster_of(&self.state_dir), Ok(Some(_))) {
+                return Err(error.into());
+            }
+            tracing::warn!(%holder, %node, %error, "failed to record a certificate, issuing it all the same");
         }
         let response = EnrollResponse {
             certificate_chain: pem_of_certificates(&issued.chain),

@@ -201,8 +201,8 @@ fn data(material: &CaMaterial) -> BTreeMap<String, ByteString> {
 /// Returns the cluster's CA, copied to the state directory. Creates the Secret if it is missing: from the CA in the
 /// state directory if there is one, else with a new CA.
 ///
-/// While the API server is unavailable, uses the copy in the state directory; without a copy, waits. A copy with a root of
-/// the Secret's CA is also used if the files cannot be written.
+/// While the API server is unavailable, uses the copy in the state directory; without a copy, waits. A copy whose signing
+/// root the Secret's CA has is also used if the files cannot be written.
 ///
 /// # Errors
 /// If the Secret has no valid CA and there is no good copy, if the files cannot be used, or on `stop`.
@@ -224,9 +224,9 @@ pub async fn obtain(
                 let installed = install(state_dir.to_owned(), lifetimes, material, &secret).await;
                 return match (installed, copy) {
                     (Ok((ca, _)), _) => Ok(ca),
-                    // By a CA without a common root this server, as the leader, would sign certificates that nobody accepts.
+                    // By another root this server would sign certificates that nobody accepts.
                     (Err(error), Some(Ok(copy)))
-                        if copy.state().is_ok_and(|present| present.shares_root(&wanted)) =>
+                        if copy.state().is_ok_and(|present| wanted.trusts(present.hash())) =>
                     {
                         tracing::error!(%error, %secret, "failed to copy the CA from its Secret, using the state directory's");
                         Ok(copy)

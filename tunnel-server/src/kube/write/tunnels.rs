@@ -67,9 +67,8 @@ async fn track(
             for node in
                 known.iter().zip(&before).flat_map(|(nodes, before)| nodes.symmetric_difference(before))
             {
-                // The end of a tunnel to this server is certain.
-                let unsure = lost.contains(node) && !before[0].contains(node);
-                tracker.observe(now, node, here.contains(node) || there.contains(node), unsure);
+                let live = here.contains(node) || there.contains(node);
+                tracker.observe(now, node, live, lost.contains(node));
             }
             if inventory.has_changed().unwrap_or(false) {
                 tracker.expect(now, &inventory.borrow_and_update());

@@ -209,7 +209,10 @@ impl Gatekeeper {
             Services::Cluster(cluster, cache) => {
                 let key = format!("{name}.{namespace}:{port}");
                 let list = cluster.endpoints(name, namespace, port);
-                let reached = |endpoint: &Endpoint| matches!(self.reach_endpoint(endpoint), Some(Ok(_)));
+                let reached = |endpoint: &Endpoint| match self.reach_endpoint(endpoint) {
+                    Some(Ok(Reached::Edge(request))) => self.router.is_reachable(&request.node),
+                    endpoint => matches!(endpoint, Some(Ok(_))),
+                };
                 cache.get_or_list(key, list, reached).await
             }
             Services::Resolver => {

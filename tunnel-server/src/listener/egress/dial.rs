@@ -108,7 +108,7 @@ impl Dialler {
             }
         }
         if let Some(services) = &self.services {
-            services.doubt(&wanted, all);
+            services.doubt(&wanted, &all);
         }
         Err(last)
     }

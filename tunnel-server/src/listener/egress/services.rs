@@ -102,7 +102,7 @@ impl ClusterServices {
     }
 
     /// Marks the endpoints as unreachable, so that they are asked for again.
-    pub(super) fn doubt(&self, wanted: &RequestedService, endpoints: Arc<[Endpoint]>) {
+    pub(super) fn doubt(&self, wanted: &RequestedService, endpoints: &Arc<[Endpoint]>) {
         self.endpoints.doubt(wanted.to_string(), endpoints);
     }
 }
