@@ -22,7 +22,7 @@ const LISTED: Duration = Duration::from_secs(60);
 /// One writes, and has written the conditions of the nodes that are up: those wait for no server out of reach.
 pub(super) const SETTLES: Duration = Duration::from_secs(140);
 
-/// What the checks remember.
+/// State of these checks.
 pub(super) struct Told {
     /// Since when each process goes on and reaches the API server.
     able: BTreeMap<Process, Instant>,
@@ -30,7 +30,7 @@ pub(super) struct Told {
     nobody: Option<Instant>,
     /// The process that writes and reaches the API server, and since when.
     leader: Option<(Process, Instant)>,
-    /// Whether it has a way to each node, and since when.
+    /// True for each node that it has a way to, and since when.
     ways: Vec<(bool, Instant)>,
     /// Agents without a Node, and since when.
     deleted: BTreeMap<usize, Instant>,
