@@ -432,7 +432,7 @@ impl Model {
                 let goes_on = self.view.servers[index].iter().rev().find(|process| process.is_settled);
                 let moves =
                     goes_on.is_some_and(|it| it.process != server.process) && having.clone().count() == 1;
-                // Of any process: an agent that has just attached to the one that stays is told by that one.
+                // A process takes a moment to tell the other servers of a new session.
                 let has_just = |process: &Server| {
                     process.runtime.sessions.get(&session.node).is_some_and(|own| own.since.elapsed() < KNOWN)
                 };

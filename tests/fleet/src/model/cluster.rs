@@ -24,10 +24,10 @@ pub(super) const SETTLES: Duration = Duration::from_secs(140);
 
 /// State of these checks.
 pub(super) struct Told {
-    /// Since when each process goes on and reaches the API server.
+    /// Processes that go on and reach the API server, with the time since when.
     able: BTreeMap<Process, Instant>,
-    /// Since when nobody writes.
-    nobody: Option<Instant>,
+    /// Time since which no process leads.
+    leaderless: Option<Instant>,
     /// The process that writes and reaches the API server, and since when.
     leader: Option<(Process, Instant)>,
     /// True for each node that it has a way to, and since when.
@@ -43,7 +43,7 @@ impl Told {
         let ways = vec![(false, Instant::now()); nodes];
         Self {
             able: BTreeMap::new(),
-            nobody: None,
+            leaderless: None,
             leader: None,
             ways,
             deleted: BTreeMap::new(),
@@ -122,17 +122,17 @@ impl Model {
             leading.iter().map(|server| server.id.as_str()).collect::<Vec<_>>().join(" and ")
         );
         let Some(leader) = leading.first() else {
-            let since = *self.told.nobody.get_or_insert_with(Instant::now);
+            let since = *self.told.leaderless.get_or_insert_with(Instant::now);
             let waits = |at: &Instant| since.max(*at).elapsed() > LEADS;
             ensure!(
                 !self.told.able.values().any(waits),
-                "nobody writes to the cluster for {LEADS:?}; {:?} has the Lease",
+                "no process has led for {LEADS:?}; {:?} has the Lease",
                 cluster.holder()
             );
             self.told.leader = None;
             return Ok(());
         };
-        self.told.nobody = None;
+        self.told.leaderless = None;
         if !cluster.is_reached_by(leader.process.0) {
             self.told.leader = None;
             return Ok(());
@@ -164,7 +164,7 @@ impl Model {
     /// At the end one process writes, and all nodes have tunnels.
     pub(super) fn all_is_told(&self, fleet: &Fleet) -> Result<()> {
         let Some(cluster) = &fleet.cluster else { return Ok(()) };
-        let (leader, _) = self.told.leader.context("nobody writes to the cluster")?;
+        let (leader, _) = self.told.leader.context("no process leads")?;
         for node in &self.nodes {
             let condition = cluster.condition(node);
             ensure!(condition.as_deref() == Some("True"), "{leader:?} says {condition:?} of {node}");
