@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use futures_util::{Stream, StreamExt as _};
 use kube::ResourceExt;
 use kube::runtime::watcher::Event;
 
@@ -36,6 +37,16 @@ impl<K: ResourceExt> Followed<K> {
             }
             Event::Apply(object) => drop(self.objects.insert(object.name_any(), object)),
             Event::Delete(object) => drop(self.objects.remove(&object.name_any())),
+        }
+    }
+
+    /// Applies events, at least one, until the objects are known. None: there are no more events.
+    pub async fn change(&mut self, events: &mut (impl Stream<Item = Event<K>> + Unpin)) -> Option<()> {
+        loop {
+            self.apply(events.next().await?);
+            if self.known {
+                return Some(());
+            }
         }
     }
 }

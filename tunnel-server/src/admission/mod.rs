@@ -12,7 +12,7 @@ pub use accept::Accept;
 pub use budget::Budget;
 pub(crate) use budget::Part;
 pub(crate) use places::{Place, Places};
-pub(crate) use shares::{Full, Share, Shares};
+pub(crate) use shares::{Full, Share, Shares, decrement};
 pub(crate) use source_buckets::SourceBuckets;
 
 /// Returns the key by which connections count as one source: an IPv4 address, or the /64 of an IPv6 address, within

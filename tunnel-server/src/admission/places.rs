@@ -45,7 +45,7 @@ struct State<K: Ord> {
 }
 
 /// Places of one source, in the order in which they came.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Source {
     since: u64,
     silent: BTreeMap<u64, Placed>,
@@ -123,12 +123,8 @@ impl<K: Ord + Hash + Clone> State<K> {
     /// Changes a source's places and updates the ranking.
     fn change<T>(&mut self, source: &K, change: impl FnOnce(&mut Source) -> T) -> T {
         let since = self.next;
-        let places = self.sources.entry(source.clone()).or_insert_with(|| Source {
-            since,
-            silent: BTreeMap::new(),
-            waiting: BTreeMap::new(),
-            speaking: BTreeMap::new(),
-        });
+        let places =
+            self.sources.entry(source.clone()).or_insert_with(|| Source { since, ..Source::default() });
         let before = (places.count(), Reverse(places.since), source.clone());
         let changed = change(places);
         let after = (places.count(), Reverse(places.since), source.clone());

@@ -192,7 +192,8 @@ impl Drop for Share {
     }
 }
 
-fn decrement<K: Eq + Hash>(counts: &mut HashMap<K, u32>, key: &K) {
+/// Takes one from a count; one that is zero is removed.
+pub(crate) fn decrement<K: Eq + Hash>(counts: &mut HashMap<K, u32>, key: &K) {
     if let Some(count) = counts.get_mut(key) {
         *count -= 1;
         if *count == 0 {

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 
 use parking_lot::Mutex;
 
-use crate::admission::source_key;
+use crate::admission::{decrement, source_key};
 
 /// Maximum number of remembered clients.
 const MOST: usize = 1 << 17;
@@ -54,12 +54,8 @@ impl KnownSources {
 
 impl Known {
     fn forget(&mut self, client: &str) {
-        let Some(source) = self.of_client.remove(client) else { return };
-        if let Some(count) = self.clients.get_mut(&source) {
-            *count -= 1;
-            if *count == 0 {
-                self.clients.remove(&source);
-            }
+        if let Some(source) = self.of_client.remove(client) {
+            decrement(&mut self.clients, &source);
         }
     }
 }

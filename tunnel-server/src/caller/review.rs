@@ -1,6 +1,5 @@
 //! Asks the API server who owns a token and what a caller may do. Answers are cached briefly.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -188,13 +187,12 @@ impl Reviewer {
     }
 
     async fn review_access(&self, caller: &Caller, right: &Right) -> Result<Result<(), String>, Refusal> {
-        let extra: BTreeMap<_, _> = caller.extra.clone();
         let review = SubjectAccessReview {
             spec: SubjectAccessReviewSpec {
                 user: Some(caller.name.clone()),
                 groups: Some(caller.groups.clone()),
                 uid: caller.uid.clone(),
-                extra: (!extra.is_empty()).then_some(extra),
+                extra: Some(caller.extra.clone()).filter(|extra| !extra.is_empty()),
                 ..right.asked()
             },
             ..SubjectAccessReview::default()

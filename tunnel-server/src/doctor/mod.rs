@@ -31,7 +31,7 @@ pub async fn examine(config: &Config, running: &Asked<StatusReport>, rules: &[Pa
 
     host::check(&mut checkup, config, running).await;
     firewall::check(&mut checkup, config, running, rules).await;
-    service::check_listeners(&mut checkup, config, running).await;
+    checkup.add("listeners", service::listeners(config, running).await);
     pki::check(&mut checkup, config, SystemTime::now()).await;
     match config.nodes.inventory {
         Some(_) => checkup.add("API server", Outcome::Skipped("not in a cluster".to_owned())),

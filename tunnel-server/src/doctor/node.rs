@@ -12,7 +12,7 @@ use tunnel_doctor::{Checkup, Finding, Outcome, Report, Running, codes, validity_
 use tunnel_link::link::limited_by;
 use tunnel_link::outcome::{OUTCOME_HEADER, Outcome as TunnelOutcome};
 use tunnel_pki::{HttpsAnswer, ask_https, describe_certificate, validity};
-use tunnel_routing::inventory::DEFAULT_KUBELET_PORT;
+use tunnel_routing::inventory::{DEFAULT_KUBELET_PORT, READ_ONLY_KUBELET_PORT};
 
 use super::firewall::{shown, tunnelled};
 use super::host;
@@ -21,8 +21,6 @@ use crate::config::Config;
 use crate::listener::{HTTP, HTTPS};
 use crate::status::{NodeStatus, RedirectState, StatusReport};
 
-/// The kubelet's port without TLS, which is tunnelled by default. Most kubelets do not listen there.
-const READ_ONLY_PORT: u16 = 10255;
 const CONNECT: Duration = Duration::from_secs(5);
 /// An agent's dial may take up to 5 s, and the answer needs time in the tunnel.
 const ANSWER: Duration = Duration::from_secs(10);
@@ -82,7 +80,8 @@ fn tested(given: &[u16], redirected: &[u16], own: u16, nodes: &[NodeStatus]) -> 
     }
     let of_another = |port: u16| port != own && nodes.iter().any(|node| node.kubelet_port == port);
     let all = redirected.iter().map(of_this);
-    all.filter(|port| *port != READ_ONLY_PORT && !of_another(*port)).collect()
+    // Tunnelled by default, but most kubelets do not listen there.
+    all.filter(|port| *port != READ_ONLY_KUBELET_PORT && !of_another(*port)).collect()
 }
 
 /// Checks that the ports of all kubelets are tunnelled.

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::time::Duration;
 
 use tokio::net::TcpStream;
-use tunnel_doctor::{Checkup, Finding, Outcome, Page, Running, codes};
+use tunnel_doctor::{Finding, Outcome, Page, Running, codes};
 use tunnel_routing::inventory;
 
 use crate::config::Config;
@@ -16,14 +16,10 @@ const DEADLINE: Duration = Duration::from_secs(3);
 /// Maximum number of conflicts shown.
 const SHOWN: usize = 5;
 
-pub(super) async fn check_listeners(
-    checkup: &mut Checkup,
-    config: &Config,
-    running: Option<&Running<StatusReport>>,
-) {
+pub(super) async fn listeners(config: &Config, running: Option<&Running<StatusReport>>) -> Outcome {
     match running {
-        Some(running) => checkup.add("listeners", silent(running).await),
-        None => checkup.add("listeners", taken(config)),
+        Some(running) => silent(running).await,
+        None => taken(config),
     }
 }
 

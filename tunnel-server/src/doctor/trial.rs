@@ -124,7 +124,8 @@ impl Pod {
         let pod = Self::wire(host, &inside, &own, address, to.address(), bridge).await;
         let pod = pod.map_err(failed("connect a namespace with this host"))?;
         let failures = from_here(to, ports).await;
-        pod.remove().await.map_err(failed("remove the cable to a namespace"))?;
+        let removed = pod.host.link().del(pod.link).execute().await;
+        removed.map_err(failed("remove the cable to a namespace"))?;
         Ok((address, failures))
     }
 
@@ -173,10 +174,6 @@ impl Pod {
             pod.host.neighbours().add(link, address).link_layer_address(&mac(&in_pod)).execute().await?;
         }
         Ok(pod)
-    }
-
-    async fn remove(self) -> Result<(), rtnetlink::Error> {
-        self.host.link().del(self.link).execute().await
     }
 }
 

@@ -8,6 +8,7 @@ use prometheus_client::registry::Registry;
 use serde::{Deserialize, Serialize};
 use tunnel_routing::inventory::{Inventory, MAX_BYTES, Selector, parse};
 use tunnel_runtime::config::ConfigError;
+use tunnel_runtime::gauges::registered;
 use tunnel_runtime::reloaded::{FileMetrics, NamedFile, ReloadedFile};
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,9 +33,7 @@ pub struct NodeCount(Family<[(&'static str, &'static str); 1], Gauge>);
 impl NodeCount {
     /// Registers the metric in `registry`, which has the prefix `postern`.
     pub fn register(registry: &mut Registry) -> Self {
-        let count = Self::default();
-        registry.register("inventory_nodes", "Nodes in the inventory, by role", count.0.clone());
-        count
+        Self(registered(registry, "inventory_nodes", "Nodes in the inventory, by role"))
     }
 
     pub fn set(&self, inventory: &Inventory) {

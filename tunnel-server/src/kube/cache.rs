@@ -15,6 +15,7 @@ use tunnel_kube::Health;
 use tunnel_routing::Router;
 use tunnel_routing::inventory::Inventory;
 use tunnel_runtime::blocking::blocking;
+use tunnel_runtime::gauges::registered;
 use tunnel_runtime::state_file::StateFile;
 
 use crate::runtime::settings::Settings;
@@ -31,11 +32,9 @@ pub struct Age(Gauge<u64, AtomicU64>);
 impl Age {
     /// Registers the gauge in `registry`, which has the prefix `postern`.
     pub fn register(registry: &mut Registry) -> Self {
-        let age = Self::default();
         let help = "Unix time of the saved nodes that are in use because the API server has not answered since the start; 0 \
                     while the nodes are the API server's";
-        registry.register("inventory_saved_timestamp_seconds", help, age.0.clone());
-        age
+        Self(registered(registry, "inventory_saved_timestamp_seconds", help))
     }
 
     /// Age of the state in seconds; None while it is current.

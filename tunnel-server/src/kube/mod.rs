@@ -29,6 +29,7 @@ use tunnel_routing::Router;
 use tunnel_routing::inventory::{Inventory, Selector};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::config::HostPort;
+use tunnel_runtime::gauges::registered;
 use tunnel_runtime::lifecycle::ReadyGuard;
 
 pub use self::apply::{Apply, Said};
@@ -109,9 +110,8 @@ impl Kube {
         nodes: NodeCount,
         registry: &mut Registry,
     ) -> Self {
-        let records_left_out = Gauge::default();
         let help = "Nodes without a DNS record: the ConfigMap is full, or their names have dots and are in no zone of --dns-zones; 0 on servers that do not write it";
-        registry.register("dns_records_left_out", help, records_left_out.clone());
+        let records_left_out = registered(registry, "dns_records_left_out", help);
         Self {
             client,
             namespace: namespace.into(),

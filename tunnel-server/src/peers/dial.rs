@@ -281,7 +281,8 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
     let streams = Streams { most: context.most_streams, spent: draining.clone() };
     let link = Link::new(0, flow.clone(), context.forced.child_token(), send, worker, streams);
     let peer = Arc::new(Peer::new(told_by, link.clone(), context.stop.child_token(), draining));
-    let _joined = Joined::new(&context.peers, peer.clone(), link);
+    context.peers.join(&peer);
+    let _joined = Joined { peers: context.peers.clone(), peer: peer.clone(), link };
     if let Some(redirector) = &context.redirector {
         *redirector.refusals.lock() = Refusals::default();
     }
@@ -321,13 +322,6 @@ struct Joined {
     peers: Arc<Peers>,
     peer: Arc<Peer>,
     link: Arc<Link>,
-}
-
-impl Joined {
-    fn new(peers: &Arc<Peers>, peer: Arc<Peer>, link: Arc<Link>) -> Self {
-        peers.join(&peer);
-        Self { peers: peers.clone(), peer, link }
-    }
 }
 
 impl Drop for Joined {

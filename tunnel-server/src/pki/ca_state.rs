@@ -105,16 +105,10 @@ impl Root {
             Err(error) => return Err(PkiError::Sign(format!("root certificate: {error}"))),
         };
         let hash = public_key_hash(parsed.public_key().raw);
-        let generation = parsed
-            .tbs_certificate
-            .serial
-            .to_u64_digits()
-            .first()
-            .copied()
-            .filter(|_| parsed.tbs_certificate.serial.bits() <= 64)
-            .ok_or_else(|| {
-                PkiError::Sign("root certificate: its serial number is not a generation".into())
-            })?;
+        let serial = u64::try_from(&parsed.tbs_certificate.serial).ok();
+        let generation = serial.filter(|serial| *serial > 0).ok_or_else(|| {
+            PkiError::Sign("root certificate: its serial number is not a generation".into())
+        })?;
         let signer = match key {
             Some(key) if public_key_hash(&key.subject_public_key_info()) != hash => {
                 return Err(PkiError::Sign("it is not the key of the root certificate".into()));

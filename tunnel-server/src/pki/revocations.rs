@@ -132,18 +132,18 @@ impl RevocationStore {
     }
 
     /// Revokes the identity, also if it is revoked already. A damaged file is replaced.
-    pub fn revoke(&self, subject: impl Into<Subject>, now: Timestamp) -> Result<Revocation, PkiError> {
-        let (_lock, subject) = (self.0.lock()?, subject.into());
-        let before = self.read(&subject).ok().flatten();
-        let record = Revocation::revoke(before.as_ref(), subject, now);
+    pub fn revoke(&self, subject: &Subject, now: Timestamp) -> Result<Revocation, PkiError> {
+        let _lock = self.0.lock()?;
+        let before = self.read(subject).ok().flatten();
+        let record = Revocation::revoke(before.as_ref(), subject.clone(), now);
         self.write(&record)?;
         Ok(record)
     }
 
     /// Ends the revocation for certificates issued from now on.
-    pub fn readmit(&self, subject: impl Into<Subject>, now: Timestamp) -> Result<Revocation, PkiError> {
-        let (_lock, subject) = (self.0.lock()?, subject.into());
-        let before = self.read(&subject)?;
+    pub fn readmit(&self, subject: &Subject, now: Timestamp) -> Result<Revocation, PkiError> {
+        let _lock = self.0.lock()?;
+        let before = self.read(subject)?;
         let record = before
             .and_then(|before| before.readmit(now))
             .ok_or_else(|| PkiError::NotRevoked(subject.named()))?;
@@ -260,15 +260,15 @@ mod tests {
     #[test]
     fn records_last_and_only_grow() {
         let (_directory, store, now) = store();
-        assert!(matches!(store.readmit(node("edge-1"), now), Err(PkiError::NotRevoked(_))));
-        store.revoke(node("edge-1"), now).unwrap();
+        assert!(matches!(store.readmit(&node("edge-1"), now), Err(PkiError::NotRevoked(_))));
+        store.revoke(&node("edge-1"), now).unwrap();
         let path = store.0.path("edge-1");
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
         // In the same second, and by a clock that is behind.
-        let readmitted = store.readmit(node("edge-1"), later(now, -3600)).unwrap();
+        let readmitted = store.readmit(&node("edge-1"), later(now, -3600)).unwrap();
         assert!(readmitted.readmitted.unwrap() > now);
-        assert!(store.readmit(node("edge-1"), now).is_err(), "it is not revoked any more");
-        let again = store.revoke(node("edge-1"), now).unwrap();
+        assert!(store.readmit(&node("edge-1"), now).is_err(), "it is not revoked any more");
+        let again = store.revoke(&node("edge-1"), now).unwrap();
         assert!(again.revoked > readmitted.readmitted.unwrap());
         assert_eq!(store.load().unwrap().0.records[&node("edge-1")], again);
     }
@@ -276,7 +276,7 @@ mod tests {
     #[test]
     fn a_damaged_file_keeps_its_node_out_and_is_reported_with_the_fix() {
         let (_directory, store, now) = store();
-        store.revoke(node("edge-1"), now).unwrap();
+        store.revoke(&node("edge-1"), now).unwrap();
         for text in ["", "{\"node\":", "{\"node\":\"edge-2\",\"revoked\":\"2026-01-01T00:00:00Z\"}", "\u{0}"]
         {
             fs::write(store.0.path("edge-1"), text).unwrap();
@@ -288,9 +288,9 @@ mod tests {
                 error.contains(path.to_str().unwrap()) && error.contains("agent revoke edge-1"),
                 "{error}"
             );
-            assert!(store.readmit(node("edge-1"), now).is_err());
+            assert!(store.readmit(&node("edge-1"), now).is_err());
         }
-        store.revoke(node("edge-1"), now).unwrap();
+        store.revoke(&node("edge-1"), now).unwrap();
         assert_eq!(store.load().unwrap().0.revoked().count(), 1);
     }
 
@@ -301,14 +301,14 @@ mod tests {
         fs::write(store.0.directory(), "").unwrap();
         assert!(store.load().is_err() && store.open().is_err());
         fs::remove_file(store.0.directory()).unwrap();
-        store.revoke(node("edge-1"), now).unwrap();
+        store.revoke(&node("edge-1"), now).unwrap();
         assert_eq!(**store.open().unwrap().borrow(), store.load().unwrap().0);
     }
 
     #[test]
     fn merging_takes_the_newer_record_and_removes_none() {
         let (_directory, store, now) = store();
-        let revoked = store.revoke(node("edge-1"), now).unwrap();
+        let revoked = store.revoke(&node("edge-1"), now).unwrap();
         let readmitted = revoked.readmit(later(now, 10)).unwrap();
         store.merge(&[]).unwrap();
         assert_eq!(store.load().unwrap().0.records[&node("edge-1")], revoked);
@@ -333,14 +333,14 @@ mod tests {
             // The channel is closed when the task has ended.
             assert!(matches!(wait, Ok(Ok(_))), "{what}");
         };
-        store.revoke(node("edge-1"), now).unwrap();
+        store.revoke(&node("edge-1"), now).unwrap();
         until("revoked", |seen| seen.revoked().count() == 1).await;
         fs::write(store.0.path("edge-1"), "x").unwrap();
         until("damaged", |seen| seen.damaged.len() == 1).await;
-        store.revoke(node("edge-1"), now).unwrap();
-        store.readmit(node("edge-1"), now).unwrap();
+        store.revoke(&node("edge-1"), now).unwrap();
+        store.readmit(&node("edge-1"), now).unwrap();
         until("readmitted", |seen| seen.revoked().count() == 0 && seen.records.len() == 1).await;
-        store.revoke(node("edge-2"), now).unwrap();
+        store.revoke(&node("edge-2"), now).unwrap();
         until("another", |seen| seen.revoked().count() == 1).await;
         // The directory vanishes and returns with one more file.
         let (here, away) = (store.0.directory(), directory.path().join("away"));

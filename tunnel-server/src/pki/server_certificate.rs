@@ -202,11 +202,7 @@ impl Renewal {
         if ca_changed {
             let roots = Arc::new(state.bundle().clone());
             self.state.send_replace(state);
-            self.roots.send_if_modified(|current| {
-                let differs = **current != *roots;
-                *current = roots;
-                differs
-            });
+            self.roots.send_if_modified(|current| std::mem::replace(current, roots.clone()) != roots);
         }
         self.report();
         Ok(())

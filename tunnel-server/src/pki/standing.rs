@@ -333,7 +333,7 @@ mod tests {
             let records = [(record.subject.clone(), record)].into();
             revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
         };
-        let record = Revocation::revoke(None, &server, now);
+        let record = Revocation::revoke(None, server.clone(), now);
         publish(record.clone());
         let refusal = standing.judge_server("cloud-1-0a1b2c3d").unwrap_err();
         assert_eq!(refusal, Refusal::Revoked(server, now));

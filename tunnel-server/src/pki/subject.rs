@@ -92,12 +92,6 @@ impl From<&NodeName> for Subject {
     }
 }
 
-impl From<&Subject> for Subject {
-    fn from(subject: &Subject) -> Self {
-        subject.clone()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -5,7 +5,6 @@ use std::num::IntErrorKind;
 use std::pin::pin;
 use std::sync::Arc;
 
-use futures_util::StreamExt as _;
 use k8s_openapi::api::core::v1::{ConfigMap, ObjectReference};
 use kube::runtime::events::EventType;
 use kube::{Api, Resource as _};
@@ -122,11 +121,7 @@ pub async fn run(
     let mut followed = Followed::default();
     let mut reported = Vec::new();
     let mut published = false;
-    while let Some(Some(event)) = context.stop.run_until_cancelled(changes.next()).await {
-        followed.apply(event);
-        if !followed.known {
-            continue;
-        }
+    while let Some(Some(())) = context.stop.run_until_cancelled(followed.change(&mut changes)).await {
         let data = followed.only().and_then(|configmap| configmap.data.as_ref());
         let (settings, skipped) = data.map(|data| parse(data, &listeners)).unwrap_or_default();
         if let Some(configmap) = followed.only() {

@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::Arc;
 
-use futures_util::StreamExt as _;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::Api;
 use kube::runtime::watcher::Config;
@@ -28,21 +27,10 @@ pub async fn run(context: KubeContext, state_dir: PathBuf, peers: watch::Sender<
     let of_service = Config::default().labels(&format!("{SERVICE_NAME}={}", context.names.service));
     let mut changes = pin!(context.health.follow(slices, of_service, "endpointslices/peers"));
     let mut followed = Followed::default();
-    while let Some(Some(event)) = context.stop.run_until_cancelled(changes.next()).await {
-        followed.apply(event);
-        if !followed.known {
-            continue;
-        }
+    while let Some(Some(())) = context.stop.run_until_cancelled(followed.change(&mut changes)).await {
         let found: BTreeSet<HostPort> = followed.objects.values().flat_map(endpoints).collect();
-        let all = given.union(&found).cloned().collect::<BTreeSet<_>>();
-        let changed = peers.send_if_modified(|known| {
-            let changed = **known != all;
-            if changed {
-                *known = Arc::new(all);
-            }
-            changed
-        });
-        if changed {
+        let all = Arc::new(given.union(&found).cloned().collect::<BTreeSet<_>>());
+        if peers.send_if_modified(|known| std::mem::replace(known, all.clone()) != all) {
             file.save(found).await;
         }
     }

@@ -48,30 +48,22 @@ impl RevocationMap {
     }
 
     /// See [`RevocationStore::revoke`].
-    pub async fn revoke(
-        &self,
-        subject: impl Into<Subject>,
-        now: Timestamp,
-    ) -> Result<Revocation, ClusterError> {
-        let (present, subject) = (self.get().await?, subject.into());
-        let before = entries(present.as_ref()).0.into_iter().find(|record| record.subject == subject);
-        let record = Revocation::revoke(before.as_ref(), subject, now);
+    pub async fn revoke(&self, subject: &Subject, now: Timestamp) -> Result<Revocation, ClusterError> {
+        let present = self.get().await?;
+        let before = entries(present.as_ref()).0.into_iter().find(|record| record.subject == *subject);
+        let record = Revocation::revoke(before.as_ref(), subject.clone(), now);
         self.write(present, &record).await?;
         Ok(record)
     }
 
     /// See [`RevocationStore::readmit`].
-    pub async fn readmit(
-        &self,
-        subject: impl Into<Subject>,
-        now: Timestamp,
-    ) -> Result<Revocation, ClusterError> {
-        let (present, subject) = (self.get().await?, subject.into());
+    pub async fn readmit(&self, subject: &Subject, now: Timestamp) -> Result<Revocation, ClusterError> {
+        let present = self.get().await?;
         let (good, bad) = entries(present.as_ref());
-        if let Some((subject, reason)) = bad.into_iter().find(|(name, _)| *name == subject) {
-            return Err(self.unusable(&subject, reason));
+        if let Some((_, reason)) = bad.into_iter().find(|(name, _)| name == subject) {
+            return Err(self.unusable(subject, reason));
         }
-        let before = good.into_iter().find(|record| record.subject == subject);
+        let before = good.into_iter().find(|record| record.subject == *subject);
         let record = before
             .and_then(|before| before.readmit(now))
             .ok_or_else(|| PkiError::NotRevoked(subject.named()))?;
@@ -120,7 +112,8 @@ fn entries(configmap: Option<&ConfigMap>) -> (Vec<Revocation>, Unusable) {
 /// Returns the records for the copy. An unusable entry counts as a revocation, unless the copy knows its former state.
 fn to_copy(configmap: Option<&ConfigMap>) -> (Vec<Revocation>, Unusable) {
     let (mut records, bad) = entries(configmap);
-    records.extend(bad.iter().map(|(subject, _)| Revocation::revoke(None, subject, Timestamp::UNIX_EPOCH)));
+    let unusable = bad.iter().map(|(subject, _)| subject.clone());
+    records.extend(unusable.map(|subject| Revocation::revoke(None, subject, Timestamp::UNIX_EPOCH)));
     (records, bad)
 }
 

@@ -5,7 +5,6 @@ use std::collections::BTreeSet;
 use std::pin::pin;
 use std::time::Duration;
 
-use futures_util::StreamExt as _;
 use ipnet::IpNet;
 use k8s_openapi::api::networking::v1::ServiceCIDR;
 use kube::Api;
@@ -44,11 +43,7 @@ pub async fn run(context: KubeContext, publish: watch::Sender<Vec<IpNet>>, again
     let mut changes = pin!(context.health.follow(api, Config::default(), "servicecidrs"));
     let mut followed = Followed::default();
     let mut published = None;
-    while let Some(Some(event)) = context.stop.run_until_cancelled(changes.next()).await {
-        followed.apply(event);
-        if !followed.known {
-            continue;
-        }
+    while let Some(Some(())) = context.stop.run_until_cancelled(followed.change(&mut changes)).await {
         let ranges: BTreeSet<IpNet> = followed.objects.values().flat_map(ranges).collect();
         if published.as_ref() != Some(&ranges) {
             publish.send_replace(ranges.iter().copied().collect());

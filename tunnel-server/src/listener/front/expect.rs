@@ -19,10 +19,11 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// The body of a request. hyper answers the client's expectation when the body is first read.
 pub(super) struct RequestBody {
     body: Incoming,
+    /// `None`: it is sent at once.
     wait: Option<ContinueWait>,
 }
 
-/// The wait for the target's 100, before the body is read.
+/// The wait for the target's 100, before the body is read: until the sender is used, or for a short time.
 struct ContinueWait {
     opened: Option<oneshot::Receiver<()>>,
     patience: Pin<Box<tokio::time::Sleep>>,
@@ -33,11 +34,12 @@ pub(super) fn request(head: Parts, body: Incoming) -> Request<RequestBody> {
     let expects = head.headers.get(header::EXPECT);
     let expects = expects.is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"100-continue"));
     if !expects || body.is_end_stream() {
-        return Request::from_parts(head, RequestBody::at_once(body));
+        return Request::from_parts(head, RequestBody { body, wait: None });
     }
-    let (body, open) = RequestBody::expected(body);
+    let (open, opened) = oneshot::channel();
+    let wait = ContinueWait { opened: Some(opened), patience: Box::pin(tokio::time::sleep(PATIENCE)) };
+    let mut request = Request::from_parts(head, RequestBody { body, wait: Some(wait) });
     let open = parking_lot::Mutex::new(Some(open));
-    let mut request = Request::from_parts(head, body);
     hyper::ext::on_informational(&mut request, move |response| {
         let open = open.lock().take();
         if let Some(open) = open.filter(|_| response.status() == StatusCode::CONTINUE) {
@@ -46,20 +48,6 @@ pub(super) fn request(head: Parts, body: Incoming) -> Request<RequestBody> {
         }
     });
     request
-}
-
-impl RequestBody {
-    /// Creates a body that is sent at once.
-    fn at_once(body: Incoming) -> Self {
-        Self { body, wait: None }
-    }
-
-    /// Creates a body that waits until the sender is used, or for a short time.
-    fn expected(body: Incoming) -> (Self, oneshot::Sender<()>) {
-        let (open, opened) = oneshot::channel();
-        let wait = ContinueWait { opened: Some(opened), patience: Box::pin(tokio::time::sleep(PATIENCE)) };
-        (Self { body, wait: Some(wait) }, open)
-    }
 }
 
 impl Body for RequestBody {
