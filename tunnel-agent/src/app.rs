@@ -15,6 +15,7 @@ use tunnel_pki::enrol::{EnrollConfig, EnrollError, Enrolled, IdentityMetrics, in
 use tunnel_runtime::admin::{
     Admin, Connections, Serving, Status, register_process_metrics, register_tasks, to_json,
 };
+use tunnel_runtime::clock::Clock;
 use tunnel_runtime::files::create_private_directory;
 use tunnel_runtime::lifecycle::{Drain, ReadyGuard, Shutdown};
 use tunnel_runtime::limits::register_limits;
@@ -129,9 +130,7 @@ impl Start {
         };
         let listeners = Listeners::open(&runtime.config, &mut None).await?;
         let _admin = self.serve_admin(listeners.admin, Arc::new(status), None).await?;
-        runtime.tasks.spawn(set.run());
-        shutdown.draining().await;
-        drain(&runtime, std::future::ready(())).await;
+        keep_streams(&runtime, set, &shutdown).await;
         Ok(())
     }
 
@@ -255,6 +254,13 @@ impl Bound {
     }
 }
 
+/// Keeps the streams with konnectivity's servers until the agent is to end. Then drains.
+pub async fn keep_streams(runtime: &Runtime, streams: Arc<konnectivity::Set>, shutdown: &Shutdown) {
+    runtime.tasks.spawn(streams.run());
+    shutdown.draining().await;
+    drain(runtime, std::future::ready(())).await;
+}
+
 /// Waits until the agent is to end, and until no takeover is in progress. Then drains. `before`: the task that keeps
 /// the connection with the agent that this one took over from.
 pub async fn end(
@@ -343,6 +349,7 @@ async fn enrol(
         state_dir: config.given.state_dir.clone(),
         token: config.token.clone().zip(config.ca_hash.clone()),
         reach: config.reach.clone(),
+        clock: Clock::default(),
     };
     Enrolled::obtain(enroll, servers.api.clone(), metrics).await
 }

@@ -167,8 +167,9 @@ pub fn foreign_tls(
     roots: RootCertStore,
     client: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'_>)>,
     alpn: Vec<Vec<u8>>,
+    clock: Clock,
 ) -> Result<Arc<ClientConfig>, IdentityError> {
-    let config = ClientConfig::builder_with_provider(provider())
+    let config = ClientConfig::builder_with_details(provider(), Arc::new(Time(clock)))
         .with_safe_default_protocol_versions()
         .map_err(tls_error)?
         .with_root_certificates(roots);

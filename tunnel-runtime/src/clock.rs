@@ -11,7 +11,7 @@ thread_local! {
 }
 
 /// The clock of a host, which may jump: by default the one of the kernel.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Clock(Option<usize>);
 
 impl Clock {

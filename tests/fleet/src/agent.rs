@@ -3,16 +3,18 @@
 use std::future::ready;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, anyhow};
+use kube::Client;
 use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::sleep;
 use tunnel_agent::app;
 use tunnel_agent::cli::Cli;
+use tunnel_agent::konnectivity;
 use tunnel_agent::metrics::Metrics;
 use tunnel_agent::places::Places;
 use tunnel_agent::reach::Reach;
@@ -20,12 +22,13 @@ use tunnel_agent::runtime::Runtime;
 use tunnel_agent::session::{LinkPhase, LinkSet, Running, Shared};
 use tunnel_agent::takeover::{Predecessor, Succession, take_over};
 use tunnel_doctor::parse_flags;
-use tunnel_pki::enrol::{Announced, EnrollConfig, IdentityKeeper, IdentityMetrics, Recovery};
+use tunnel_pki::enrol::{Announced, EnrollConfig, Enrolled, IdentityKeeper, IdentityMetrics, Recovery};
 use tunnel_pki::{AgentIdentity, Holder, PrivateKey, create_csr, public_key_of_csr};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::lifecycle::Shutdown;
 use tunnel_server::pki::Ca;
 
+use crate::cluster::Cluster;
 use crate::fleet::Host;
 use crate::network::Net;
 use crate::server::{self, RESTARTS};
@@ -38,11 +41,24 @@ pub(crate) struct Agent {
     /// Number of the process.
     pub(crate) process: usize,
     pub(crate) runtime: Runtime,
-    pub(crate) links: Arc<LinkSet>,
-    pub(crate) keeper: Arc<IdentityKeeper>,
+    pub(crate) sessions: Sessions,
     /// A signal to the process.
     signal: Shutdown,
     serving: JoinHandle<()>,
+}
+
+/// An agent's sessions with the servers.
+pub(crate) enum Sessions {
+    /// Set once the agent has an identity.
+    Links(Arc<OnceLock<Running>>),
+    OfKonnectivity(Arc<konnectivity::Set>),
+}
+
+/// How an agent comes by its identity.
+enum Identity {
+    Given,
+    /// It requests a certificate at the API server, unless it has one on its disk.
+    Requested(Box<EnrollConfig>, Client),
 }
 
 /// Address of the node with this index.
@@ -75,6 +91,8 @@ pub(crate) struct Start<'a> {
     pub(crate) index: usize,
     pub(crate) process: usize,
     pub(crate) identity: &'a AgentIdentity,
+    /// The API server, where it gets another identity than that.
+    pub(crate) cluster: Option<&'a Cluster>,
     pub(crate) state_dir: PathBuf,
     /// Number of servers.
     pub(crate) servers: usize,
@@ -87,7 +105,7 @@ pub(crate) struct Start<'a> {
 impl Start<'_> {
     /// Starts an agent. It takes over from the one that runs on the node, if there is one.
     pub(crate) fn start(self) -> Result<Agent> {
-        let runtime = self.runtime()?;
+        let runtime = self.runtime(&self.flags())?;
         let enroll = EnrollConfig {
             servers: (0..self.servers).map(|index| server::address(index).to_string()).collect(),
             holder: Holder::Agent,
@@ -95,13 +113,24 @@ impl Start<'_> {
             state_dir: self.state_dir.clone(),
             token: None,
             reach: runtime.config.reach.clone(),
+            clock: Host::Agent(self.index).clock(),
         };
-        let mut identity = self.identity.with_bundle(self.identity.bundle.clone());
-        identity.clock = Host::Agent(self.index).clock();
-        let keeper = IdentityKeeper::start(enroll, identity, IdentityMetrics::default(), Recovery::Token);
-        let keeper = Arc::new(keeper);
         let (bundles, announced) = mpsc::channel(16);
-        let links = LinkSet::new(Shared::new(runtime.clone(), keeper.subscribe(), bundles));
+        let running = Arc::<OnceLock<Running>>::default();
+        let identity = match self.cluster {
+            Some(cluster) => {
+                let killed = runtime.shutdown.forced_token().clone();
+                Identity::Requested(Box::new(enroll), cluster.client_of_node(&self.identity.node, killed))
+            }
+            None => {
+                let identity = self.identity.with_bundle(self.identity.bundle.clone());
+                let keeper =
+                    IdentityKeeper::start(enroll, identity, IdentityMetrics::default(), Recovery::Token);
+                // Nobody else sets it.
+                let _ = running.set(run(&runtime, Arc::new(keeper), bundles.clone()));
+                Identity::Given
+            }
+        };
         let signal = Shutdown::default();
         let parts = Parts {
             net: self.net.clone(),
@@ -109,15 +138,17 @@ impl Start<'_> {
             state_dir: self.state_dir,
             servers: self.servers,
             runtime: runtime.clone(),
-            running: Running { links: links.clone(), keeper: keeper.clone() },
+            identity,
+            running: running.clone(),
+            bundles,
             announced,
         };
         let serving = tokio::spawn(parts.serve(signal.clone()));
-        Ok(Agent { process: self.process, runtime, links, keeper, signal, serving })
+        Ok(Agent::new(self.process, runtime, Sessions::Links(running), signal, serving))
     }
 
-    fn runtime(&self) -> Result<Runtime> {
-        let flags = [
+    fn flags(&self) -> [String; 9] {
+        [
             format!("--node-name={}", self.identity.node),
             "--server=given.by.the.fleet:1".to_owned(),
             "--proxy=none".to_owned(),
@@ -130,8 +161,11 @@ impl Start<'_> {
             format!("--when-replaced={}", if self.ends_when_passed { "exit" } else { "wait" }),
             format!("--keepalive={}s", KEEPALIVE.as_secs()),
             format!("--state-dir={}", self.state_dir.display()),
-        ];
-        let cli = parse_flags::<Cli>(&flags).context("the agent's flags")?;
+        ]
+    }
+
+    pub(crate) fn runtime(&self, flags: &[String]) -> Result<Runtime> {
+        let cli = parse_flags::<Cli>(flags).context("the agent's flags")?;
         let mut config = cli.run.config(Vec::new())?;
         let network = self.net.at(host(self.index), KEEPALIVE);
         // Without the environment's proxy.
@@ -150,14 +184,21 @@ struct Parts {
     state_dir: PathBuf,
     servers: usize,
     runtime: Runtime,
-    running: Running,
+    identity: Identity,
+    running: Arc<OnceLock<Running>>,
+    bundles: mpsc::Sender<Announced>,
     announced: mpsc::Receiver<Announced>,
+}
+
+fn run(runtime: &Runtime, keeper: Arc<IdentityKeeper>, bundles: mpsc::Sender<Announced>) -> Running {
+    let links = LinkSet::new(Shared::new(runtime.clone(), keeper.subscribe(), bundles));
+    Running { links, keeper }
 }
 
 impl Parts {
     /// Serves until the signal, which comes from a successor too.
     async fn serve(self, signal: Shutdown) {
-        let Self { net, runtime, running, mut announced, .. } = self;
+        let Self { net, runtime, running, bundles, mut announced, .. } = self;
         let (waits, comes) = takeover(self.index);
         let admin = SocketAddr::new(host(self.index), 10266);
         let before = loop {
@@ -174,34 +215,55 @@ impl Parts {
         let _admin = net.hold(admin);
         runtime.handover.set_successor(before.is_some());
         let succession =
-            Succession::new(runtime.clone(), Arc::default(), None, Arc::default(), signal.clone());
+            Succession::new(runtime.clone(), Arc::default(), None, running.clone(), signal.clone());
         let succession = Arc::new(succession);
         // Ends with this process.
         let mut tasks = JoinSet::new();
         tasks.spawn(succession.clone().run(move || Ok(net.wait_at(waits))));
-        let (links, keeper) = (running.links.clone(), running.keeper.clone());
-        // Nobody else sets it.
-        let _ = succession.running.set(running);
+        if before.is_none() {
+            succession.open();
+        }
+        if let Identity::Requested(enroll, api) = self.identity {
+            let enrolled = Enrolled::obtain(*enroll, Some(api), IdentityMetrics::default());
+            let enrolled = match signal.draining_token().run_until_cancelled(enrolled).await {
+                Some(Ok(enrolled)) => enrolled,
+                Some(Err(error)) => return tracing::error!(%error, "an agent failed to enrol"),
+                None => return,
+            };
+            let begun = run(&runtime, enrolled.keeper.clone(), bundles);
+            let links = begun.links.clone();
+            tasks.spawn(enrolled.recover(move || links.refused()));
+            // Nobody else sets it.
+            let _ = running.set(begun);
+        }
+        let Some(Running { links, keeper }) = running.get() else { return };
         let before = match before {
             Some(before) => {
                 let (pending, held) =
                     (runtime.readiness.pending("taking over"), keeper.hold_pending_key().await);
                 Some(tasks.spawn(take_over(before, links.clone(), succession.clone(), pending, held)))
             }
-            None => {
-                succession.open();
-                None
-            }
+            None => None,
         };
         let known = (0..self.servers).map(server::address).map(server::host_port).collect::<Vec<_>>();
         let known = watch::Sender::new(Arc::new(known));
-        tasks.spawn(links.follow(known.subscribe()));
+        tasks.spawn(links.clone().follow(known.subscribe()));
         tasks.spawn(async move { while announced.recv().await.is_some() {} });
         app::end(&runtime, &succession, before, &signal, None, ready(())).await;
     }
 }
 
 impl Agent {
+    pub(crate) fn new(
+        process: usize,
+        runtime: Runtime,
+        sessions: Sessions,
+        signal: Shutdown,
+        serving: JoinHandle<()>,
+    ) -> Self {
+        Self { process, runtime, sessions, signal, serving }
+    }
+
     /// How far a takeover is: whether it takes over, and is taken over from.
     pub(crate) fn stage(&self) -> (bool, bool, bool) {
         let handover = &self.runtime.handover;
@@ -209,7 +271,13 @@ impl Agent {
     }
 
     pub(crate) fn is_attached(&self) -> bool {
-        self.links.status().iter().any(|link| link.phase == LinkPhase::Attached)
+        match &self.sessions {
+            Sessions::Links(running) => {
+                let links = running.get().map(|running| running.links.status()).unwrap_or_default();
+                links.iter().any(|link| link.phase == LinkPhase::Attached)
+            }
+            Sessions::OfKonnectivity(streams) => !streams.status().attached.is_empty(),
+        }
     }
 
     /// True if it is to go on.

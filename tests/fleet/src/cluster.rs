@@ -1,11 +1,12 @@
 //! The API server, and how each server reaches it.
 
 use std::io;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use futures_util::stream;
-use http::{Request, Response};
+use http::{Method, Request, Response};
 use http_body_util::{BodyExt as _, StreamBody};
+use jiff::Timestamp;
 use kube::Client;
 use kube::client::Body;
 use postern_fake_kube::Api;
@@ -38,24 +39,44 @@ pub(crate) struct Cluster {
     api: Api,
     /// By server, with the number of reasons to be silent and to be refused.
     paths: Vec<(watch::Sender<Path>, [usize; 2])>,
+    /// The same for all nodes, which do not reach it while no server does.
+    nodes: (watch::Sender<Path>, [usize; 2]),
 }
 
 impl Cluster {
     /// Has a Node for each agent.
     pub(crate) fn new(servers: usize, nodes: &[NodeName]) -> Self {
         let paths = (0..servers).map(|_| (watch::Sender::default(), [0, 0])).collect();
-        let cluster = Self { api: Api::default(), paths };
-        nodes.iter().enumerate().for_each(|(index, node)| cluster.set_node(index, node));
+        let cluster = Self { api: Api::default(), paths, nodes: Default::default() };
+        nodes.iter().enumerate().for_each(|(index, node)| cluster.set_node(index, node, None));
         cluster
     }
 
     /// A process of a server has the client until it is `killed`. A request that it has sent before may still arrive.
     pub(crate) fn client(&self, server: usize, killed: CancellationToken) -> Client {
-        let (api, path) = (self.api.clone(), self.paths[server].0.subscribe());
+        self.client_on(self.paths[server].0.subscribe(), None, killed)
+    }
+
+    /// The same of an agent, which the API server takes for its node.
+    pub(crate) fn client_of_node(&self, node: &NodeName, killed: CancellationToken) -> Client {
+        self.client_on(self.nodes.0.subscribe(), Some(node.clone()), killed)
+    }
+
+    fn client_on(
+        &self,
+        path: watch::Receiver<Path>,
+        node: Option<NodeName>,
+        killed: CancellationToken,
+    ) -> Client {
+        let api = self.api.clone();
         let service = tower::service_fn(move |request: Request<Body>| {
-            let (api, mut path, killed) = (api.clone(), path.clone(), killed.clone());
+            let (api, mut path, node, killed) = (api.clone(), path.clone(), node.clone(), killed.clone());
             async move {
                 let answer = async {
+                    let request = match &node {
+                        Some(node) if request.method() == Method::POST => of_node(request, node).await?,
+                        _ => request,
+                    };
                     passes(&mut path).await?;
                     sleep(ANSWERS).await;
                     let answer = api.answer(request).await;
@@ -89,8 +110,9 @@ impl Cluster {
     }
 
     fn change(&mut self, server: Option<usize>, change: impl Fn(&mut [usize; 2])) {
-        for (index, (path, reasons)) in self.paths.iter_mut().enumerate() {
-            if server.is_none_or(|server| server == index) {
+        let paths = self.paths.iter_mut().enumerate().map(|(index, path)| (Some(index), path));
+        for (index, (path, reasons)) in paths.chain([(None, &mut self.nodes)]) {
+            if server.is_none() || server == index {
                 change(reasons);
                 let now = match reasons {
                     [0, 0] => Path::Open,
@@ -102,10 +124,12 @@ impl Cluster {
         }
     }
 
-    pub(crate) fn set_node(&self, index: usize, node: &NodeName) {
+    /// Makes a Node, at this time unless it is older than all certificates.
+    pub(crate) fn set_node(&self, index: usize, node: &NodeName, created: Option<SystemTime>) {
         let address = json!({"type": "InternalIP", "address": agent::host(index)});
         let labels = json!({"node-role.kubernetes.io/edge": ""});
-        let metadata = json!({"name": node, "labels": labels});
+        let created = created.and_then(|at| Timestamp::try_from(at).ok()).map(|at| at.to_string());
+        let metadata = json!({"name": node, "labels": labels, "creationTimestamp": created});
         self.api.put(NODES, json!({"metadata": metadata, "status": {"addresses": [address]}}));
     }
 
@@ -115,6 +139,10 @@ impl Cluster {
 
     pub(crate) fn is_reached_by(&self, server: usize) -> bool {
         *self.paths[server].0.borrow() == Path::Open
+    }
+
+    pub(crate) fn is_reached_by_nodes(&self) -> bool {
+        *self.nodes.0.borrow() == Path::Open
     }
 
     /// The status of the node's condition; None if it has none.
@@ -131,6 +159,16 @@ impl Cluster {
         let lease: Value = self.api.get(leases, "tunnel-server")?;
         lease["spec"]["holderIdentity"].as_str().map(str::to_owned)
     }
+}
+
+/// Adds the requester to a CertificateSigningRequest, as the API server does.
+async fn of_node(request: Request<Body>, node: &NodeName) -> io::Result<Request<Body>> {
+    let (head, body) = request.into_parts();
+    let body = body.collect().await.map_err(io::Error::other)?.to_bytes();
+    let mut object: Value = serde_json::from_slice(&body)?;
+    object["spec"]["username"] = json!(format!("system:node:{node}"));
+    object["spec"]["groups"] = json!(["system:nodes"]);
+    Ok(Request::from_parts(head, Body::from(serde_json::to_vec(&object)?)))
 }
 
 async fn passes(path: &mut watch::Receiver<Path>) -> io::Result<()> {

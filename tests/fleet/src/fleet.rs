@@ -18,6 +18,7 @@ use tunnel_server::pki::{Ca, Lifetimes};
 use crate::agent::{self, Agent};
 use crate::client::Client;
 use crate::cluster::Cluster;
+use crate::konnectivity;
 use crate::model::{Model, settles};
 use crate::network::Net;
 use crate::plan::{End, Plan, Step};
@@ -233,6 +234,7 @@ impl Fleet {
                 net.set_delay(server::address(one).ip(), server::address(other).ip(), plan.between);
             }
         }
+        net.balance(konnectivity::BALANCER, (0..plan.servers).map(konnectivity::address).collect());
         let nodes = identities.iter().map(|identity| identity.node.clone()).collect::<Vec<_>>();
         Ok(Self {
             net,
@@ -275,6 +277,7 @@ impl Fleet {
             process,
             count: self.plan.servers,
             files: self.plan.files,
+            konnectivity: self.plan.of_konnectivity > 0,
             ends_when_passed: !self.plan.in_cluster,
         };
         self.servers[index].push(start.start()?);
@@ -318,12 +321,16 @@ impl Fleet {
             index,
             process,
             identity: &self.identities[index],
+            cluster: self.cluster.as_ref(),
             state_dir: self.dir.join(format!("agent-{index}")),
             servers: self.plan.servers,
             links: self.plan.links,
             ends_when_passed: !self.plan.in_cluster,
         };
-        let agent = start.start()?;
+        let agent = match self.plan.is_of_konnectivity(index) {
+            true => start.start_of_konnectivity()?,
+            false => start.start()?,
+        };
         self.agents[index].push(agent);
         self.killed[index] = false;
         Ok(())
@@ -444,12 +451,20 @@ impl Fleet {
                 // successor so late, it does not know either that an agent's successor is attached there.
                 let servers = (0..self.plan.servers).map(Host::Server);
                 let busy = servers.chain([Host::Agent(*agent)]).any(|host| self.busy(host) > AT_ONCE);
-                if let ([before], false) = (&self.agents[*agent][..], busy) {
+                let may = !busy && !self.plan.is_of_konnectivity(*agent);
+                if let ([before], true) = (&self.agents[*agent][..], may) {
                     before.relay(how.relays);
                     self.start_agent(*agent)?;
                 }
             }
             Step::Restart { agent, .. } => self.agents[*agent].clear(),
+            Step::Reinstall { agent, .. } => {
+                self.agents[*agent].clear();
+                if self.plan.may_lower_epochs() {
+                    model.epochs_may_fall();
+                }
+                std::fs::remove_dir_all(self.dir.join(format!("agent-{agent}")))?;
+            }
             Step::PowerLoss { agent, .. } => {
                 for server in 0..self.plan.servers {
                     self.net.forget(agent::host(*agent), server::address(server).ip());
@@ -511,7 +526,7 @@ impl Fleet {
             Step::Crash { server, .. } => {
                 self.restart_server(*server, model)?;
             }
-            Step::Restart { agent, .. } | Step::PowerLoss { agent, .. } => {
+            Step::Restart { agent, .. } | Step::PowerLoss { agent, .. } | Step::Reinstall { agent, .. } => {
                 self.restart_agent(*agent, model)?;
                 model.disturbed(Host::Agent(*agent), None);
             }
@@ -553,7 +568,7 @@ impl Fleet {
             }
             Step::NoNode { agent, .. } => {
                 if let Some(cluster) = &self.cluster {
-                    cluster.set_node(*agent, &self.identities[*agent].node);
+                    cluster.set_node(*agent, &self.identities[*agent].node, Some(RIGHT.now()));
                     model.made(*agent);
                 }
             }

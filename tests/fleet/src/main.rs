@@ -6,6 +6,7 @@ mod agent;
 mod client;
 mod cluster;
 mod fleet;
+mod konnectivity;
 mod model;
 mod network;
 mod plan;

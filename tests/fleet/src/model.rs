@@ -7,13 +7,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hasher as _};
 use std::time::Duration;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 use tunnel_runtime::NodeName;
 
 use self::cluster::Told;
-use crate::agent;
+use crate::agent::{self, Sessions};
 use crate::client;
 use crate::fleet::{Fleet, Host, RIGHT};
 use crate::plan::Plan;
@@ -46,6 +46,13 @@ const AGENT_ENDS: Duration = Duration::from_secs(70);
 const GONE: Duration = Duration::from_secs(25);
 /// Tasks of a server, of each of its links with other servers at both ends, of an agent, and of each of its links likewise.
 const TASKS: [usize; 4] = [7, 7, 6, 6];
+/// The same of a server's port for konnectivity's agents, of such an agent, and of each of its streams at both ends.
+const TASKS_OF_KONNECTIVITY: [usize; 3] = [1, 2, 11];
+/// An agent of konnectivity's has a stream with a server after so long without disturbance: it notices that one is silent after 80 s,
+/// each attempt may lead to another server, lasts for 20 s if that one is silent, and is followed by a pause of at most 10 s.
+const STREAMS: Duration = Duration::from_secs(180);
+/// Neither end keeps such a stream on a path that is silent for so long.
+const STREAM_GONE: Duration = Duration::from_secs(90);
 /// The other servers know of a session, and of its end, after so long.
 const KNOWN: Duration = Duration::from_millis(500);
 
@@ -63,8 +70,9 @@ const REFUSED: Duration = Duration::from_secs(120 + GONE.as_secs());
 pub(crate) fn settles(plan: &Plan) -> Duration {
     let leaves = if plan.is_limited() { few::LEAVES } else { Duration::ZERO };
     let refused = if plan.may_lower_epochs() { REFUSED } else { Duration::ZERO };
-    let told = if plan.has_api { cluster::SETTLES } else { Duration::ZERO };
-    plan.patience.max(ATTACHES) + leaves + refused + told + Duration::from_secs(10)
+    let told = if plan.has_api { cluster::SETTLES + cluster::ENROLS } else { Duration::ZERO };
+    let attaches = if plan.of_konnectivity > 0 { STREAMS } else { ATTACHES };
+    plan.patience.max(attaches) + leaves + refused + told + Duration::from_secs(10)
 }
 
 /// State of the checks of one run.
@@ -78,6 +86,8 @@ pub(crate) struct Model {
     righted: BTreeMap<Host, Instant>,
     waiting: BTreeSet<(Host, Host)>,
     nodes: Vec<NodeName>,
+    /// Index of the first agent that is konnectivity's.
+    of_konnectivity: usize,
     servers: usize,
     /// The highest epoch of each node at each process of a server.
     epochs: BTreeMap<(Process, usize), u64>,
@@ -112,6 +122,7 @@ impl Model {
             righted: BTreeMap::new(),
             waiting: BTreeSet::new(),
             nodes: (0..fleet.plan.agents).filter_map(|index| agent::node(index).ok()).collect(),
+            of_konnectivity: fleet.plan.agents - fleet.plan.of_konnectivity,
             servers: fleet.plan.servers,
             epochs: BTreeMap::new(),
             epochs_fall: false,
@@ -147,6 +158,8 @@ impl Model {
 
     fn within(&mut self, one: Host, other: Host, time: Duration) {
         let pair = (one.min(other), one.max(other));
+        let is_slow = [one, other].iter().any(|host| self.is_of_konnectivity(*host));
+        let time = if is_slow { time.max(STREAMS) } else { time };
         let due = self.due.entry(pair).or_insert_with(Instant::now);
         let renewed =
             [one, other].into_iter().filter_map(|host| self.righted.get(&host).map(|at| *at + RENEWS));
@@ -154,6 +167,10 @@ impl Model {
         if self.wrong.contains(&one) || self.wrong.contains(&other) {
             self.waiting.insert(pair);
         }
+    }
+
+    fn is_of_konnectivity(&self, host: Host) -> bool {
+        matches!(host, Host::Agent(index) if index >= self.of_konnectivity)
     }
 
     /// The clock of a host is wrong. This ends no session, but certificates may not be valid for a new one.
@@ -195,7 +212,7 @@ impl Model {
         }
     }
 
-    /// A clock is set while an epoch is used that is not stored yet: a successor may choose a lower one.
+    /// A clock is set while an epoch is used that is not stored yet, or is lost: a successor may choose a lower one.
     pub(crate) fn epochs_may_fall(&mut self) {
         self.epochs_fall = true;
     }
@@ -245,12 +262,19 @@ impl Model {
         let view = View::of(fleet, &self.nodes);
         if view != self.view {
             self.note(&view.to_string());
-            let before = std::mem::replace(&mut self.view, view);
+            let (before, mut enrol) = (std::mem::replace(&mut self.view, view), Vec::new());
             for (index, processes) in self.view.agents.iter().enumerate() {
                 let stages = |all: &[OfAgent]| all.iter().map(OfAgent::stage).collect::<Vec<_>>();
+                let enrolled = |all: &[OfAgent]| all.iter().any(|process| process.enrolled);
+                if before.agents.get(index).is_some_and(|before| !enrolled(before)) && enrolled(processes) {
+                    enrol.push(index);
+                }
                 if before.agents.get(index).is_some_and(|before| stages(before) != stages(processes)) {
                     self.moving[index] = Instant::now() + MOVES + fleet.busy(Host::Agent(index)) * 2;
                 }
+            }
+            for agent in enrol {
+                self.disturbed(Host::Agent(agent), None);
             }
             for index in 0..self.servers {
                 let went_on = before.servers.get(index).is_some_and(|all| all.iter().any(|one| one.goes_on));
@@ -292,6 +316,7 @@ impl Model {
             self.limited(fleet)?;
         }
         self.told(fleet)?;
+        self.enrolled(fleet)?;
         self.outdated(fleet)
     }
 
@@ -360,12 +385,13 @@ impl Model {
         let Some(seen) = self.view.server(index) else { return Ok(()) };
         for (number, node) in self.nodes.iter().enumerate() {
             let agent = &self.view.agents[number];
-            if self.may_refuse(fleet, index, number)? || agent.is_empty() {
+            if self.may_refuse(fleet, index, number)? || !agent.iter().any(|process| process.enrolled) {
                 continue;
             }
             let there: Vec<_> = agent.iter().filter_map(|process| process.epochs[index]).collect();
             let silence = fleet.silence_between(Host::Server(index), Host::Agent(number));
-            if silence.is_some_and(|lasts| lasts > GONE) {
+            let gone = if number < self.of_konnectivity { GONE } else { STREAM_GONE };
+            if silence.is_some_and(|lasts| lasts > gone) {
                 let here = seen.epochs[number];
                 ensure!(
                     here.is_none() && there.is_empty(),
@@ -498,9 +524,23 @@ impl Model {
             .enumerate()
             .flat_map(|(index, all)| all.iter().map(move |agent| (index, agent)))
         {
-            let (tasks, links) = (agent.runtime.tasks.len(), agent.links.status().len());
+            let tasks = agent.runtime.tasks.len();
+            let (links, keeper) = match &agent.sessions {
+                Sessions::Links(running) => {
+                    let running = running.get().context("an agent has no identity")?;
+                    (running.links.status().len(), &running.keeper)
+                }
+                Sessions::OfKonnectivity(streams) => {
+                    let streams = streams.status().attached.len();
+                    ensure!(
+                        (tasks, streams) == (1, each),
+                        "an agent has {tasks} tasks and {streams} streams"
+                    );
+                    continue;
+                }
+            };
             ensure!((tasks, links) == (each, each), "an agent has {tasks} tasks and {links} links");
-            let identity = agent.keeper.current();
+            let identity = keeper.current();
             let (validity, now) = (identity.validity, RIGHT.now());
             // One whose clock was ahead may have taken a certificate of a server whose clock was ahead too.
             let excused = self.righted.contains_key(&Host::Agent(index));
@@ -522,8 +562,13 @@ impl Model {
             // Watches have tasks as well, more of them where a process writes.
             return Ok(());
         }
-        let numbers = [servers, servers * (servers - 1), agents, each * agents];
-        let wanted: usize = numbers.iter().zip(TASKS).map(|(number, each)| number * each).sum();
+        let of_konnectivity = fleet.plan.of_konnectivity;
+        let others = agents - of_konnectivity;
+        let numbers = [servers, servers * (servers - 1), others, each * others];
+        let ports = if of_konnectivity > 0 { servers } else { 0 };
+        let more = [ports, of_konnectivity, each * of_konnectivity];
+        let tasks_of = numbers.iter().zip(TASKS).chain(more.iter().zip(TASKS_OF_KONNECTIVITY));
+        let wanted: usize = tasks_of.map(|(number, each)| number * each).sum();
         let tasks = Handle::current().metrics().num_alive_tasks();
         ensure!(tasks == wanted, "{tasks} tasks instead of {wanted}");
         Ok(())

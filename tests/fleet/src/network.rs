@@ -38,6 +38,10 @@ struct State {
     /// Paths that are silent, with the time since when.
     silent: BTreeMap<(IpAddr, IpAddr), Instant>,
     listeners: BTreeMap<SocketAddr, Weak<Queue>>,
+    /// Addresses of a load balancer, with those behind each.
+    balanced: BTreeMap<SocketAddr, Vec<SocketAddr>>,
+    /// Number of connections of each host to a load balancer.
+    turns: BTreeMap<IpAddr, usize>,
     connections: BTreeMap<u64, Connection>,
     next: u64,
 }
@@ -49,6 +53,14 @@ fn path(a: IpAddr, b: IpAddr) -> (IpAddr, IpAddr) {
 impl State {
     fn delay(&self, a: IpAddr, b: IpAddr) -> Duration {
         self.delays.get(&path(a, b)).copied().unwrap_or(Duration::from_millis(1))
+    }
+
+    /// Where a connection of a host goes.
+    fn behind(&mut self, host: IpAddr, to: SocketAddr) -> SocketAddr {
+        let Some(behind) = self.balanced.get(&to) else { return to };
+        let turn = self.turns.entry(host).or_default();
+        *turn += 1;
+        behind.get(*turn % behind.len()).copied().unwrap_or(to)
     }
 
     fn is_silent(&self, a: IpAddr, b: IpAddr) -> bool {
@@ -63,6 +75,8 @@ impl Net {
             delays: BTreeMap::new(),
             silent: BTreeMap::new(),
             listeners: BTreeMap::new(),
+            balanced: BTreeMap::new(),
+            turns: BTreeMap::new(),
             connections: BTreeMap::new(),
             next: 1,
         })))
@@ -70,6 +84,11 @@ impl Net {
 
     pub(crate) fn set_delay(&self, a: IpAddr, b: IpAddr, delay: Duration) {
         self.0.lock().delays.insert(path(a, b), delay);
+    }
+
+    /// An address from which connections go on to these, in turn for each host.
+    pub(crate) fn balance(&self, at: SocketAddr, behind: Vec<SocketAddr>) {
+        self.0.lock().balanced.insert(at, behind);
     }
 
     /// The network as seen from a host, whose kernel asks whether the other end is there after so long without a byte.
@@ -196,7 +215,7 @@ impl Network for Host {
     fn connect(&self, to: SocketAddr) -> Connecting {
         let (net, host, keepalive) = (self.net.clone(), self.host, self.keepalive);
         Box::pin(async move {
-            let mut pause = SYN;
+            let (to, mut pause) = (net.0.lock().behind(host, to), SYN);
             while net.0.lock().is_silent(host, to.ip()) {
                 sleep(pause).await;
                 pause *= 2;

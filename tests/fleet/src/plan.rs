@@ -14,6 +14,8 @@ use crate::model::settles;
 pub(crate) struct Plan {
     pub(crate) servers: usize,
     pub(crate) agents: usize,
+    /// Number of them, the last ones, that are konnectivity's.
+    pub(crate) of_konnectivity: usize,
     /// Number of servers that each agent has sessions with.
     pub(crate) links: usize,
     /// A server that has a successor waits to be stopped.
@@ -68,6 +70,8 @@ pub(crate) enum Step {
     Restart { agent: usize, lasts: Duration },
     /// The same, and nobody is told.
     PowerLoss { agent: usize, lasts: Duration },
+    /// An agent ends, and starts again without its files.
+    Reinstall { agent: usize, lasts: Duration },
     /// The agents' disks are slow.
     Disk { takes: Duration, lasts: Duration },
     /// The clocks jump, all at once.
@@ -161,6 +165,10 @@ impl Plan {
         self.links < self.servers
     }
 
+    pub(crate) fn is_of_konnectivity(&self, agent: usize) -> bool {
+        agent >= self.agents - self.of_konnectivity
+    }
+
     pub(crate) fn of(seed: u64) -> Self {
         let mut random = StdRng::seed_from_u64(seed);
         let mut upgrades = StdRng::seed_from_u64(seed ^ 2);
@@ -180,6 +188,9 @@ impl Plan {
         }
         if seed % 8 == 6 && seed > 100 {
             plan.add_api(&mut StdRng::seed_from_u64(seed ^ 7));
+        }
+        if seed % 16 == 12 && seed > 1000 {
+            plan.of_konnectivity = StdRng::seed_from_u64(seed ^ 8).random_range(1..plan.agents);
         }
         // The others are kept for faults of fleets without clients.
         if seed > 100 && !matches!(seed % 16, 4 | 5 | 9 | 11) {
@@ -224,6 +235,11 @@ impl Plan {
             let lasts = between(random, second, second * 150);
             let agent = random.random_range(0..self.agents);
             self.insert(random, Step::NoNode { agent, lasts });
+        } else {
+            // One without a Node would be refused a certificate, and ask again only after ten minutes.
+            let lasts = between(random, second / 20, second * 4);
+            let agent = random.random_range(0..self.agents);
+            self.insert(random, Step::Reinstall { agent, lasts });
         }
     }
 
@@ -232,10 +248,10 @@ impl Plan {
         self.steps.insert(random.random_range(0..=self.steps.len()), (pause, step));
     }
 
-    /// True if a clock may be set while an agent uses an epoch that is not stored yet.
+    /// True if a clock may be set while an agent uses an epoch that is not stored yet, or before it loses its files.
     pub(crate) fn may_lower_epochs(&self) -> bool {
         let has = |wanted: fn(&Step) -> bool| self.steps.iter().any(|(_, step)| wanted(step));
-        has(|step| matches!(step, Step::Disk { .. }))
+        has(|step| matches!(step, Step::Disk { .. } | Step::Reinstall { .. }))
             && has(|step| matches!(step, Step::Clock { .. } | Step::WrongClock { .. }))
     }
 
@@ -267,7 +283,11 @@ impl Plan {
 
     fn add_client(&mut self, random: &mut StdRng, at: Duration, completes: bool) {
         let number = u16::try_from(self.clients.len()).unwrap_or(u16::MAX);
-        self.clients.push((at, Client::of(random, number, (self.servers, self.agents), completes)));
+        // One that takes a new stream only after a while has connections that fail meanwhile.
+        let agents = if completes { self.agents - self.of_konnectivity } else { self.agents };
+        let mut client = Client::of(random, number, (self.servers, agents), completes);
+        client.of_konnectivity = self.is_of_konnectivity(client.node);
+        self.clients.push((at, client));
     }
 
     /// The clocks of some hosts are wrong for a time, and certificates may last for less than that.
@@ -304,12 +324,13 @@ impl Plan {
         Self {
             servers: 1,
             agents,
+            of_konnectivity: 0,
             links: 1,
             in_cluster: false,
             has_api: false,
             files: 128,
             life: LIFE,
-            disk: between(random, Duration::from_millis(1100), Duration::from_millis(1400)),
+            disk: between(random, Duration::from_millis(2200), Duration::from_millis(2800)),
             delays: vec![vec![delay]; agents],
             between: Duration::from_millis(1),
             starts: vec![Duration::ZERO],
@@ -341,6 +362,7 @@ impl Plan {
         Self {
             servers,
             agents,
+            of_konnectivity: 0,
             links: servers,
             in_cluster: upgrades.random(),
             has_api: false,
@@ -391,6 +413,7 @@ impl Step {
             | Self::Crash { lasts, .. }
             | Self::Restart { lasts, .. }
             | Self::PowerLoss { lasts, .. }
+            | Self::Reinstall { lasts, .. }
             | Self::Disk { lasts, .. }
             | Self::WrongClock { lasts, .. }
             | Self::NoApi { lasts, .. }

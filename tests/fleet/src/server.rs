@@ -22,7 +22,7 @@ use tunnel_runtime::NodeName;
 use tunnel_runtime::clock::Clock;
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::Shutdown;
-use tunnel_server::agent_port::{AgentPort, Budget, Handover, LinkContext};
+use tunnel_server::agent_port::{AgentPort, AgentTokens, Budget, Handover, KonnectivityPort, LinkContext};
 use tunnel_server::app::{Running, Said};
 use tunnel_server::inventory::NodeCount;
 use tunnel_server::kube::{Kube, ObjectNames, Parts as KubeParts, Writes};
@@ -38,6 +38,7 @@ use tunnel_server::session::{MOST_STREAMS, Threads, Workers};
 use tunnel_server::takeover::{Gates, Phase, Predecessor, Succession, TakeOver};
 
 use crate::cluster::{Cluster, NAMESPACE};
+use crate::konnectivity;
 use crate::network::Net;
 
 /// Time for connections to finish.
@@ -84,6 +85,8 @@ pub(crate) struct Start<'a> {
     /// Number of servers.
     pub(crate) count: usize,
     pub(crate) files: u32,
+    /// It accepts konnectivity's agents too.
+    pub(crate) konnectivity: bool,
     /// Once a successor has taken over. Otherwise it waits to be stopped, as in a cluster.
     pub(crate) ends_when_passed: bool,
 }
@@ -131,8 +134,9 @@ impl Start<'_> {
         let (bundle, trusted) = watch::channel(Arc::new(self.ca.state()?.bundle().clone()));
         let revocations = watch::Sender::<Arc<Revocations>>::default();
         let standing = Standing::new(revocations.subscribe(), said.known_nodes.subscribe(), true);
-        let certificate =
-            ServerCertificate::start(self.ca.clone(), ServerNames::default(), &id, PkiMetrics::default())?;
+        let mut names = ServerNames::default();
+        names.addresses.extend(self.konnectivity.then_some(konnectivity::BALANCER.ip()));
+        let certificate = ServerCertificate::start(self.ca.clone(), names, &id, PkiMetrics::default())?;
         let policy = EnrollPolicy { standing: standing.clone(), tokens: true };
         let certificate = Arc::new(certificate);
         let leader = match self.cluster {
@@ -146,6 +150,10 @@ impl Start<'_> {
         let budget = Budget::of(self.files, 1 << 30);
         let workers = runtime.workers.clone();
         let port = AgentPort::new(tls, workers.clone(), enroll, context, listeners, None, &budget);
+        let konnectivity = self.konnectivity.then(|| {
+            let tokens = AgentTokens::new(None, String::new());
+            port.for_konnectivity(tokens, said.peers.subscribe())
+        });
         let to_peers = PeerContext {
             server_id: id.clone(),
             tls: certificate.peer_tls.clone(),
@@ -188,6 +196,7 @@ impl Start<'_> {
             said,
             certificate,
             port,
+            konnectivity,
             to_peers,
             gates: gates.clone(),
             succession,
@@ -292,6 +301,7 @@ struct Parts {
     said: Said,
     certificate: Arc<ServerCertificate>,
     port: Arc<AgentPort>,
+    konnectivity: Option<Arc<KonnectivityPort>>,
     to_peers: PeerContext,
     gates: Gates,
     succession: Arc<Succession>,
@@ -320,6 +330,10 @@ impl Parts {
         let listener = net.listen(address(self.index), gates.agents.clone());
         tasks.spawn(runtime.tasks.track_future(self.port.clone().shut_out()));
         tasks.spawn(runtime.tasks.track_future(self.port.clone().serve(listener)));
+        if let Some(port) = self.konnectivity {
+            let listener = net.listen(konnectivity::address(self.index), gates.agents.clone());
+            tasks.spawn(runtime.tasks.track_future(port.serve(listener)));
+        }
         let others = peers::follow(Arc::new(self.to_peers), said.peers.subscribe());
         tasks.spawn(runtime.tasks.track_future(others));
         let draining = runtime.drain.shutdown().draining_token().clone();

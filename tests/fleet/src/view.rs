@@ -5,7 +5,7 @@ use std::fmt;
 use tunnel_agent::session::LinkPhase;
 use tunnel_runtime::NodeName;
 
-use crate::agent::Agent;
+use crate::agent::{Agent, Sessions};
 use crate::fleet::Fleet;
 use crate::server::{self, Server};
 
@@ -39,6 +39,8 @@ pub(crate) struct OfServer {
 pub(crate) struct OfAgent {
     process: usize,
     stage: (bool, bool, bool),
+    /// It has an identity.
+    pub(crate) enrolled: bool,
     phases: Vec<LinkPhase>,
     /// Of its session, where it is attached.
     pub(crate) epochs: Vec<Option<u64>>,
@@ -49,7 +51,7 @@ impl View {
         let servers = fleet.servers.iter();
         let servers =
             servers.map(|processes| processes.iter().map(|server| OfServer::of(server, nodes)).collect());
-        let of = |agent: &Agent| OfAgent::of(agent, fleet.plan.servers);
+        let of = |agent: &Agent| OfAgent::of(agent, fleet);
         let agents = fleet.agents.iter().map(|processes| processes.iter().map(of).collect());
         Self { servers: servers.collect(), agents: agents.collect(), open: fleet.net.open().len() }
     }
@@ -87,17 +89,34 @@ impl OfServer {
 }
 
 impl OfAgent {
-    fn of(agent: &Agent, servers: usize) -> Self {
-        let (mut phases, mut epochs) = (Vec::new(), vec![None; servers]);
-        for link in agent.links.status() {
-            if link.phase == LinkPhase::Attached
-                && let Some(epoch) = server::index(&link.address).and_then(|index| epochs.get_mut(index))
-            {
-                *epoch = Some(link.epoch);
+    fn of(agent: &Agent, fleet: &Fleet) -> Self {
+        let (mut phases, mut epochs, mut enrolled) = (Vec::new(), vec![None; fleet.plan.servers], true);
+        match &agent.sessions {
+            Sessions::Links(running) => {
+                enrolled = running.get().is_some();
+                for link in running.get().map(|running| running.links.status()).unwrap_or_default() {
+                    if link.phase == LinkPhase::Attached
+                        && let Some(epoch) =
+                            server::index(&link.address).and_then(|index| epochs.get_mut(index))
+                    {
+                        *epoch = Some(link.epoch);
+                    }
+                    phases.push(link.phase);
+                }
             }
-            phases.push(link.phase);
+            Sessions::OfKonnectivity(streams) => {
+                for stream in streams.status().attached.iter().filter(|stream| !stream.draining) {
+                    phases.push(LinkPhase::Attached);
+                    let server = fleet.servers.iter().flatten().find(|one| one.id == stream.server_id);
+                    // The agent does not know the session's number.
+                    let node = &agent.runtime.config.node_name;
+                    if let Some((server, epoch)) = server.and_then(|one| Some((one, one.epoch(node)?))) {
+                        epochs[server.process.0] = Some(epoch);
+                    }
+                }
+            }
         }
-        Self { process: agent.process, stage: agent.stage(), phases, epochs }
+        Self { process: agent.process, stage: agent.stage(), enrolled, phases, epochs }
     }
 
     /// How far a takeover is.

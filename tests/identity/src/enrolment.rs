@@ -306,9 +306,9 @@ async fn a_certificate_is_renewed_without_dropping_the_session() {
 #[tokio::test]
 async fn the_certificate_of_a_new_enrolment_is_not_renewed_at_once() {
     let server = TestServer::start().await;
-    let (config, mut expired) = server.enrolled("edge-1").await;
-    expired.clock = Clock::of(0);
-    expired.clock.set(expired.validity.not_after);
+    let (config, expired) = server.enrolled("edge-1").await;
+    let config = EnrollConfig { clock: Clock::of(0), ..config };
+    config.clock.set(expired.validity.not_after);
     let again = enroll(&server.agent("edge-1", "again", Some(&server.token("edge-1")))).await.unwrap();
     let chain = again.chain.clone();
     let keeper = IdentityKeeper::start(config, expired, IdentityMetrics::default(), Recovery::ApiServer);

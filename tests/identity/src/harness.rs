@@ -27,6 +27,7 @@ use tunnel_link::proto::enrollment_client::EnrollmentClient;
 use tunnel_pki::enrol::{EnrollConfig, EnrollError, ensure_identity};
 use tunnel_pki::{ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, Holder, agent_tls, refusal, server_name};
 use tunnel_runtime::NodeName;
+use tunnel_runtime::clock::Clock;
 use tunnel_server::pki::{
     Ca, EnrollPolicy, EnrollService, KnownNodes, Lifetimes, PkiMetrics, Revocation, Revocations,
     ServerCertificate, ServerNames, Standing, TokenStore,
@@ -175,6 +176,7 @@ impl TestServer {
             state_dir: self.directory.path().join(state),
             token: token.map(|token| (token.into(), self.ca_hash())),
             reach: Reach::default(),
+            clock: Clock::default(),
         }
     }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 use tunnel_runtime::NodeName;
+use tunnel_runtime::clock::Clock;
 use tunnel_runtime::config::value::{self, List};
 use tunnel_runtime::config::{ConfigError, HostPort, duration_text, pair};
 
@@ -31,6 +32,8 @@ pub struct KonnectivityConfig {
     pub sync_interval: Duration,
     /// Maximum interval of such attempts.
     pub sync_interval_cap: Duration,
+    /// The clock for the dates of certificates.
+    pub clock: Clock,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -124,6 +127,7 @@ impl KonnectivityFlags {
             alpn: given.konnectivity_alpn.concat(),
             sync_interval: interval,
             sync_interval_cap: cap,
+            clock: Clock::default(),
         }))
     }
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::CommandFactory;
 use tunnel_pki::enrol::EnrollConfig;
 use tunnel_pki::{ExposeSecret, Holder, SecretString};
+use tunnel_runtime::clock::Clock;
 use tunnel_runtime::config::parse;
 use tunnel_runtime::logging;
 
@@ -52,6 +53,7 @@ fn no_debug_output_has_the_token() {
         state_dir: config.given.state_dir.clone(),
         token: config.token.clone().zip(config.ca_hash.clone()),
         reach: Reach::default(),
+        clock: Clock::default(),
     };
     assert_eq!(enrol.token.as_ref().unwrap().0.expose_secret(), TOKEN);
     for shown in [format!("{config:?} {config:#?}"), format!("{enrol:?}")] {

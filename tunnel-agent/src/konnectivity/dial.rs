@@ -5,10 +5,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::net::TcpStream;
 use tunnel_link::konnectivity::{Dial, Gone, Inbox, Outbox, in_words_of_go};
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{Side, Traffic, copy};
+use tunnel_link::relay::{Side, Traffic, copy, copy_halves};
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::net::lookup_holding;
 use tunnel_runtime::text::printable;
@@ -30,7 +29,7 @@ pub(super) struct ForServer {
 
 /// An open connection.
 pub(super) struct Connected {
-    socket: TcpStream,
+    socket: Socket,
     target: SocketAddr,
     _place: Place,
     _busy: BusyGuard,
@@ -58,12 +57,9 @@ impl Dial for ForServer {
             }
         };
         match dialled {
-            Ok((Dialled { socket: Socket::Kernel(socket), place, .. }, target)) => {
+            Ok((Dialled { socket, place, .. }, target)) => {
                 self.shared.runtime.metrics.dialled("ok", started.elapsed());
                 Ok(Connected { socket, target, _place: place, _busy: busy })
-            }
-            Ok((Dialled { socket: Socket::Simulated(_), .. }, _)) => {
-                Err("konnectivity is not simulated".to_owned())
             }
             Err(Failed { outcome, reason }) => {
                 self.shared.runtime.metrics.dialled(outcome.as_str(), started.elapsed());
@@ -91,9 +87,18 @@ impl Dial for ForServer {
         let _counted = gauges.map(Counted::new);
         let started = Instant::now();
         let traffic = Traffic::part_of(vec![shared.runtime.metrics.relayed.clone()]);
+        let copying = async {
+            match &mut socket {
+                Socket::Kernel(socket) => copy(socket, inbox, outbox, &traffic, Side::Agent).await,
+                Socket::Simulated(line) => {
+                    let (mut from, mut to) = tokio::io::split(line);
+                    copy_halves((&mut from, &mut to), inbox, outbox, &traffic, Side::Agent).await
+                }
+            }
+        };
         let ended = tokio::select! {
             biased;
-            ended = copy(&mut socket, inbox, outbox, &traffic, Side::Agent) => ended,
+            ended = copying => ended,
             () = gone.wait() => Err((Outcome::ClientReset, "the server has ended the connection".to_owned())),
             () = shared.runtime.shutdown.forced() => Err((Outcome::Shutdown, "this agent stops".to_owned())),
         };

@@ -8,7 +8,7 @@ use tunnel_link::outcome::Outcome;
 use tunnel_runtime::gauges::registered;
 
 #[derive(Clone, Debug, Default)]
-pub(crate) struct KonnectivityMetrics {
+pub struct KonnectivityMetrics {
     pub(super) servers: Gauge,
     pub(super) server_count: Gauge,
     pub(super) connections: Gauge,
@@ -16,7 +16,7 @@ pub(crate) struct KonnectivityMetrics {
 }
 
 impl KonnectivityMetrics {
-    pub(crate) fn register(registry: &mut Registry) -> Self {
+    pub fn register(registry: &mut Registry) -> Self {
         let registry = registry.sub_registry_with_prefix("konnectivity_network_proxy_agent");
         let servers = "Current number of open server connections";
         let server_count = "Current number of servers agent is trying to connect to";

@@ -13,8 +13,8 @@ mod stream;
 mod tests;
 mod tls;
 
-pub(crate) use metrics::KonnectivityMetrics;
-pub(crate) use set::Set;
-pub(crate) use shared::Shared;
+pub use metrics::KonnectivityMetrics;
+pub use set::Set;
+pub use shared::Shared;
 pub use status::{KonnectivityServer, KonnectivityStatus};
 pub(crate) use tls::{check_files, client_config, connect};

@@ -2,10 +2,11 @@
 //! has found as many as they report.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tunnel_runtime::backoff::{Backoff, jittered};
 use tunnel_runtime::lifecycle::ReadyGuard;
@@ -28,7 +29,7 @@ const PENDING: &str = "a konnectivity server";
 const LASTING: Duration = Duration::from_secs(10);
 
 /// The streams with all servers.
-pub(crate) struct Set {
+pub struct Set {
     shared: Arc<Shared>,
     attached: Arc<Live<Attached>>,
     state: Mutex<State>,
@@ -52,21 +53,21 @@ struct Attached {
 
 impl Set {
     /// The agent is ready while there is a server.
-    pub(crate) fn new(shared: Shared) -> Arc<Self> {
+    pub fn new(shared: Shared) -> Arc<Self> {
         let unready = Some(shared.runtime.readiness.pending(PENDING));
         let state = State { unready, ..State::default() };
         Arc::new(Self { shared: Arc::new(shared), attached: Arc::default(), state: Mutex::new(state) })
     }
 
     /// Keeps the streams until the drain, and then until their connections have ended.
-    pub(crate) async fn run(self: Arc<Self>) {
+    pub async fn run(self: Arc<Self>) {
         let config = &self.shared.config;
         let mut backoff = Backoff::new(config.sync_interval, config.sync_interval_cap);
         // Used while attempts lead to known servers.
         let mut search = backoff.clone();
         let mut streams = JoinSet::new();
         let mut failing = LogOnce::default();
-        let mut next = tokio::time::Instant::now();
+        let mut next = Instant::now();
         loop {
             tokio::select! {
                 biased;
@@ -79,7 +80,7 @@ impl Set {
                             backoff.reset();
                         }
                         search.reset();
-                        next = next.min(tokio::time::Instant::now() + backoff.next_delay());
+                        next = next.min(Instant::now() + backoff.next_delay());
                     }
                     continue;
                 }
@@ -108,12 +109,12 @@ impl Set {
                 }
             };
             let pause = if self.is_complete() { jittered(LOOK_AGAIN, 0.5) } else { pause };
-            next = tokio::time::Instant::now() + pause;
+            next = Instant::now() + pause;
         }
         while streams.join_next().await.is_some() {}
     }
 
-    pub(crate) fn status(&self) -> KonnectivityStatus {
+    pub fn status(&self) -> KonnectivityStatus {
         let state = self.state.lock();
         let mut attached = self.attached.all();
         attached.sort_by_key(|attached| attached.since);

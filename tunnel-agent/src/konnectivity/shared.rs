@@ -15,7 +15,7 @@ use crate::runtime::Runtime;
 const LOOKUPS: usize = 128;
 
 /// State shared by the streams with all servers.
-pub(crate) struct Shared {
+pub struct Shared {
     pub(super) config: KonnectivityConfig,
     pub(super) runtime: Runtime,
     pub(super) dialler: Dialler,
@@ -30,7 +30,7 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn new(runtime: Runtime, config: KonnectivityConfig, metrics: KonnectivityMetrics) -> Self {
+    pub fn new(runtime: Runtime, config: KonnectivityConfig, metrics: KonnectivityMetrics) -> Self {
         Self {
             config,
             dialler: Dialler::new(&runtime),

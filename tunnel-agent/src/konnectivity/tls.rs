@@ -52,7 +52,7 @@ pub(crate) fn client_config(config: &KonnectivityConfig) -> Result<Arc<ClientCon
         Some((chain, key)) => format!("{} with {}: {error}", chain.display(), key.display()),
         None => error.to_string(),
     };
-    foreign_tls(roots, client, alpn).map_err(|error| named(&error))
+    foreign_tls(roots, client, alpn, config.clock).map_err(|error| named(&error))
 }
 
 /// Connects to the server and does the TLS handshake. Also returns the address of the proxy in use.
@@ -95,6 +95,8 @@ fn read(path: &Path) -> Result<Vec<u8>, String> {
 mod tests {
     use std::time::Duration;
 
+    use tunnel_runtime::clock::Clock;
+
     use super::*;
 
     #[test]
@@ -118,6 +120,7 @@ mod tests {
                 alpn: vec!["konnectivity".to_owned()],
                 sync_interval: Duration::from_secs(1),
                 sync_interval_cap: Duration::from_secs(10),
+                clock: Clock::default(),
             };
             client_config(&config)
         };

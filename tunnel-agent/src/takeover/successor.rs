@@ -182,6 +182,7 @@ mod tests {
     use tokio::task::AbortHandle;
     use tunnel_pki::Holder;
     use tunnel_pki::enrol::{EnrollConfig, IdentityKeeper, IdentityMetrics, Recovery};
+    use tunnel_runtime::clock::Clock;
     use tunnel_runtime::takeover::{Listener, socket_path};
 
     use super::*;
@@ -207,6 +208,7 @@ mod tests {
             state_dir: config.given.state_dir.clone(),
             token: None,
             reach: config.reach.clone(),
+            clock: Clock::default(),
         };
         let now = SystemTime::now();
         let identity = agent(&Ca::new(), "edge-1", now, now + Duration::from_secs(86_400));

@@ -28,14 +28,28 @@ pub async fn copy(
     side: Side,
 ) -> Result<(), (Outcome, String)> {
     let (mut from, mut to) = target.split();
-    // A failed write has consumed the error; the read then looks like an end of file.
-    let copying = Copying { traffic, side, piece: PIECE, trusts_end: false };
-    copying.run((read, write), (&mut from, &mut to)).await.map_err(|(outcome, error)| {
-        let end = if outcome == Outcome::ClientReset { "client" } else { "target" };
-        (outcome, format!("the {end}: {error}"))
-    })?;
+    copy_halves((&mut from, &mut to), read, write, traffic, side).await?;
     end_on_drop(target);
     Ok(())
+}
+
+/// The same with the reading and the writing half of a target.
+///
+/// # Errors
+/// Fails if an end failed.
+pub async fn copy_halves(
+    target: (&mut (impl AsyncRead + Unpin), &mut (impl AsyncWrite + Unpin)),
+    read: &mut (impl AsyncRead + Unpin),
+    write: &mut (impl AsyncWrite + Unpin),
+    traffic: &Traffic,
+    side: Side,
+) -> Result<(), (Outcome, String)> {
+    // A failed write has consumed the error; the read then looks like an end of file.
+    let copying = Copying { traffic, side, piece: PIECE, trusts_end: false };
+    copying.run((read, write), target).await.map_err(|(outcome, error)| {
+        let end = if outcome == Outcome::ClientReset { "client" } else { "target" };
+        (outcome, format!("the {end}: {error}"))
+    })
 }
 
 /// Parameters for copying, besides the client and the target.

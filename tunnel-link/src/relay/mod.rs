@@ -17,7 +17,7 @@ mod stall;
 mod tcp;
 mod traffic;
 
-pub use copy::{Copying, copy};
+pub use copy::{Copying, copy, copy_halves};
 pub use error::{RelayError, Side};
 pub use forward::{Ended, Forward};
 pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};

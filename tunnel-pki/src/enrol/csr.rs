@@ -1,7 +1,7 @@
 //! The first certificate in a cluster: by a CertificateSigningRequest that a server signs.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::certificates::v1::{CertificateSigningRequest, CertificateSigningRequestSpec};
@@ -11,6 +11,7 @@ use kube::{Api, Client};
 use rand::Rng;
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject;
+use tokio::time::Instant;
 use tunnel_kube::{SIGNER, request};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::backoff::jittered;
@@ -237,6 +238,7 @@ impl CsrEnrolment {
         let identity = identity_of(&certificate.0, key, self.holder, &self.node);
         Some(
             identity
+                .map(|identity| AgentIdentity { clock: self.clock, ..identity })
                 .map_err(|error| AttemptError::Refused(format!("the certificate cannot be used: {error}"))),
         )
     }

@@ -1,7 +1,7 @@
 //! Comes by an identity, keeps it, and enrols again through the API server when a renewal can no longer help.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use kube::Client;
 use tokio::time::Instant;
@@ -37,7 +37,9 @@ impl Enrolled {
     ) -> Result<Self, EnrollError> {
         let enrolment = api.map(|api| {
             let holder = (config.holder, config.node.clone());
-            Arc::new(CsrEnrolment::new(api, holder, config.state_dir.clone(), Pace::default()))
+            let mut enrolment = CsrEnrolment::new(api, holder, config.state_dir.clone(), Pace::default());
+            enrolment.clock = config.clock;
+            Arc::new(enrolment)
         });
         let (identity, recovery) = match &enrolment {
             Some(enrolment) => (enrolment.ensure_identity().await?, Recovery::ApiServer),
@@ -99,7 +101,7 @@ pub async fn recover(
     let pace = enrolment.pace;
     // Returns the reason and the maximum random wait.
     let needed = || {
-        if keeper.current().validity.is_over(SystemTime::now()) {
+        if keeper.current().validity.is_over(enrolment.clock.now()) {
             return Some(("the certificate has expired", pace.spread));
         }
         match refused() {

@@ -65,11 +65,12 @@ impl IdentityKeeper {
     /// Starts to keep an identity that was obtained for this configuration. Needs a tokio runtime. Stops on drop.
     pub fn start(
         config: EnrollConfig,
-        identity: AgentIdentity,
+        mut identity: AgentIdentity,
         metrics: IdentityMetrics,
         recovery: Recovery,
     ) -> Self {
         metrics.set_not_after(identity.validity.not_after);
+        identity.clock = config.clock;
         let renewer = Arc::new(Renewer {
             servers: Mutex::new(config.servers.clone()),
             files: IdentityFiles::new(&config.state_dir, config.holder),

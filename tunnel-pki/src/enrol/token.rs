@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use rustls::ClientConfig;
 use tunnel_link::proto::EnrollRequest;
@@ -31,6 +30,8 @@ pub struct EnrollConfig {
     /// the server.
     pub token: Option<(SecretString, String)>,
     pub reach: Reach,
+    /// This host's clock, by which certificates are valid.
+    pub clock: Clock,
 }
 
 /// Returns the identity on disk if it is this node's and has not expired or there is no token. Else enrols for a new
@@ -56,7 +57,7 @@ pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, Enr
                 expected: config.node.clone(),
             });
         }
-        if !identity.validity.is_over(SystemTime::now()) {
+        if !identity.validity.is_over(config.clock.now()) {
             let Some(token) = &config.token else { return Ok(identity) };
             return Ok(match doubt(&identity, &token.1) {
                 Some(doubt) => replace_if_agreed(config, &files, token, identity, doubt).await,
@@ -191,7 +192,7 @@ impl<'a> Round<'a> {
             &response,
             &self.key,
             (self.config.holder, &self.config.node),
-            Clock::default(),
+            self.config.clock,
         )
     }
 }

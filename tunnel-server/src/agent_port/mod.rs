@@ -29,8 +29,8 @@ pub use self::from_edge::FromEdge;
 pub use self::link::{Handover, LinkContext};
 pub use crate::admission::{Accept, Budget};
 pub use config::AgentsConfig;
-pub use konnectivity::KonnectivityConfig;
-pub(crate) use konnectivity::{AgentTokens, KonnectivityPort, NAME as KONNECTIVITY};
+pub(crate) use konnectivity::NAME as KONNECTIVITY;
+pub use konnectivity::{AgentTokens, KonnectivityConfig, KonnectivityPort};
 pub(crate) use limits::PARTS as AGENTS_PARTS;
 
 use crate::listener::{EDGE, ListenerContext};
@@ -83,7 +83,7 @@ impl AgentPort {
     }
 
     /// The port of konnectivity's agents, whose sessions are as good as others. `peers`: the other servers.
-    pub(crate) fn for_konnectivity(
+    pub fn for_konnectivity(
         &self,
         tokens: AgentTokens,
         peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,

@@ -18,6 +18,7 @@ use tunnel_pki::enrol::{
     Announced, EnrollConfig, Enrolled, IdentityKeeper, IdentityMetrics, Refusals, install_bundles,
 };
 use tunnel_pki::{ALPN_PEER, Holder, TrustBundle, agent_tls};
+use tunnel_runtime::clock::Clock;
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::Readiness;
 
@@ -60,6 +61,7 @@ impl Redirector {
             state_dir: config.process.state_dir.clone(),
             token: redirector.token.clone(),
             reach: reach.clone(),
+            clock: Clock::default(),
         };
         let api = match config.nodes.inventory {
             Some(_) => None,

@@ -19,6 +19,9 @@ const LEADS: Duration = Duration::from_secs(40);
 const WRITTEN: Duration = Duration::from_secs(100);
 /// A process knows which Nodes there are after so long: it watches them again at most 30 s after a failure.
 const LISTED: Duration = Duration::from_secs(60);
+/// An agent has a certificate after so long: it reads every two minutes whether its request is answered, and pauses for at most a
+/// minute after a failure.
+pub(super) const ENROLS: Duration = Duration::from_secs(LEADS.as_secs() + 120 + 60);
 /// One writes, and has written the conditions of the nodes that are up: those wait for no server out of reach.
 pub(super) const SETTLES: Duration = Duration::from_secs(140);
 
@@ -32,6 +35,8 @@ pub(super) struct Told {
     leader: Option<(Process, Instant)>,
     /// True for each node that it has a way to, and since when.
     ways: Vec<(bool, Instant)>,
+    /// Agents without a certificate, and since when the API server and a leader could give them one.
+    enrolling: BTreeMap<usize, Instant>,
     /// Agents without a Node, and since when.
     deleted: BTreeMap<usize, Instant>,
     /// True once a Node was deleted: a server that does not reach the API server may refuse its agent for longer.
@@ -46,6 +51,7 @@ impl Told {
             leaderless: None,
             leader: None,
             ways,
+            enrolling: BTreeMap::new(),
             deleted: BTreeMap::new(),
             deletes: false,
         }
@@ -63,7 +69,8 @@ impl Model {
     pub(crate) fn made(&mut self, agent: usize) {
         self.told.deleted.remove(&agent);
         for server in 0..self.servers {
-            self.within(Host::Agent(agent), Host::Server(server), LISTED + self.patience);
+            // Its certificate is older than the Node.
+            self.within(Host::Agent(agent), Host::Server(server), LISTED + ENROLS + self.patience);
         }
     }
 
@@ -157,6 +164,21 @@ impl Model {
                     leader.id
                 );
             }
+        }
+        Ok(())
+    }
+
+    /// An agent without a certificate gets one.
+    pub(super) fn enrolled(&mut self, fleet: &Fleet) -> Result<()> {
+        let Some(cluster) = &fleet.cluster else { return Ok(()) };
+        let may = self.told.leader.is_some() && cluster.is_reached_by_nodes();
+        for (index, processes) in self.view.agents.iter().enumerate() {
+            if !may || processes.is_empty() || processes.iter().any(|process| process.enrolled) {
+                self.told.enrolling.remove(&index);
+                continue;
+            }
+            let since = *self.told.enrolling.entry(index).or_insert_with(Instant::now);
+            ensure!(since.elapsed() < ENROLS, "{} has had no certificate for {ENROLS:?}", self.nodes[index]);
         }
         Ok(())
     }

@@ -287,6 +287,7 @@ async fn an_agent_that_no_server_accepts_enrols_again() {
         state_dir: state_dir.clone(),
         token: None,
         reach: Reach::default(),
+        clock: Clock::default(),
     };
     let keeper = IdentityKeeper::start(config, identity, IdentityMetrics::default(), Recovery::ApiServer);
     let keeper = Arc::new(keeper);

@@ -22,7 +22,7 @@ const WANTED: &str =
 const JUDGED_AT_A_TIME: usize = 8;
 
 /// Authentication of agents without a certificate, by service account tokens.
-pub(crate) struct AgentTokens {
+pub struct AgentTokens {
     /// None without an API server to ask.
     reviewer: Option<Reviewer>,
     /// The user whose tokens are accepted.
@@ -32,7 +32,7 @@ pub(crate) struct AgentTokens {
 }
 
 impl AgentTokens {
-    pub(crate) fn new(reviewer: Option<Reviewer>, user: String) -> Self {
+    pub fn new(reviewer: Option<Reviewer>, user: String) -> Self {
         Self { reviewer, user, judging: Semaphore::new(JUDGED_AT_A_TIME) }
     }
 }

@@ -33,8 +33,8 @@ use crate::admission::Accept;
 use service::Service;
 
 pub use config::KonnectivityConfig;
-pub(crate) use identity::AgentTokens;
-pub(crate) use service::KonnectivityPort;
+pub use identity::AgentTokens;
+pub use service::KonnectivityPort;
 
 /// Name of the listener in logs, and for a successor.
 pub(crate) const NAME: &str = "konnectivity";
@@ -51,7 +51,7 @@ const CONNECTION_WINDOW: u32 = 4 << 20;
 
 impl KonnectivityPort {
     /// Accepts connections until the drain starts.
-    pub(crate) async fn serve(self: Arc<Self>, listener: impl Accept) {
+    pub async fn serve(self: Arc<Self>, listener: impl Accept) {
         let handshakes = self.handshakes.clone();
         handshakes.accept(NAME, listener, move |connection| self.clone().serve_one(connection)).await;
     }

@@ -42,7 +42,7 @@ const OLDER: Duration = Duration::from_secs(5);
 const EXPIRED: Duration = Duration::from_secs(3600);
 
 /// The port; serves connections in `mod.rs`.
-pub(crate) struct KonnectivityPort {
+pub struct KonnectivityPort {
     pub(in crate::agent_port) handshakes: Handshakes,
     pub(in crate::agent_port) tokens: Arc<AgentTokens>,
     /// The other servers: agents connect to as many servers as there are.
