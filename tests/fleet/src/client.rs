@@ -125,7 +125,12 @@ impl Client {
         let (stream, record) = listener.open(request, own).await.map_err(anyhow::Error::msg)?;
         let (mut read, mut write) = split(stream);
         let reading = async {
-            while read.read_buf(back).await? > 0 {}
+            while read.read_buf(back).await? > 0 {
+                // Konnectivity has no half-close: such a client ends once it has everything.
+                if self.of_konnectivity && back.len() == sent.len() {
+                    break;
+                }
+            }
             Ok::<_, io::Error>(())
         };
         let writing = async {
@@ -135,8 +140,10 @@ impl Client {
                 }
                 sleep(self.pause).await;
             }
-            // Of a failure the reader gets the reason.
-            let _ = write.shutdown().await;
+            if !self.of_konnectivity {
+                // Of a failure the reader gets the reason.
+                let _ = write.shutdown().await;
+            }
             pending::<io::Result<()>>().await
         };
         let ended = tokio::select! {

@@ -235,8 +235,8 @@ impl Plan {
             let lasts = between(random, second, second * 150);
             let agent = random.random_range(0..self.agents);
             self.insert(random, Step::NoNode { agent, lasts });
-        } else {
-            // One without a Node would be refused a certificate, and ask again only after ten minutes.
+        }
+        if random.random() {
             let lasts = between(random, second / 20, second * 4);
             let agent = random.random_range(0..self.agents);
             self.insert(random, Step::Reinstall { agent, lasts });

@@ -152,7 +152,7 @@ impl Start<'_> {
         let port = AgentPort::new(tls, workers.clone(), enroll, context, listeners, None, &budget);
         let konnectivity = self.konnectivity.then(|| {
             let tokens = AgentTokens::new(None, String::new());
-            port.for_konnectivity(tokens, said.peers.subscribe())
+            port.for_konnectivity(tokens)
         });
         let to_peers = PeerContext {
             server_id: id.clone(),

@@ -42,6 +42,8 @@ pub(crate) struct OfAgent {
     /// It has an identity.
     pub(crate) enrolled: bool,
     phases: Vec<LinkPhase>,
+    /// True for each server that it takes itself to be attached to.
+    pub(crate) attached: Vec<bool>,
     /// Of its session, where it is attached.
     pub(crate) epochs: Vec<Option<u64>>,
 }
@@ -90,33 +92,40 @@ impl OfServer {
 
 impl OfAgent {
     fn of(agent: &Agent, fleet: &Fleet) -> Self {
-        let (mut phases, mut epochs, mut enrolled) = (Vec::new(), vec![None; fleet.plan.servers], true);
+        let mut seen = Self {
+            process: agent.process,
+            stage: agent.stage(),
+            enrolled: true,
+            phases: Vec::new(),
+            attached: vec![false; fleet.plan.servers],
+            epochs: vec![None; fleet.plan.servers],
+        };
         match &agent.sessions {
             Sessions::Links(running) => {
-                enrolled = running.get().is_some();
+                seen.enrolled = running.get().is_some();
                 for link in running.get().map(|running| running.links.status()).unwrap_or_default() {
+                    seen.phases.push(link.phase);
                     if link.phase == LinkPhase::Attached
-                        && let Some(epoch) =
-                            server::index(&link.address).and_then(|index| epochs.get_mut(index))
+                        && let Some(index) = server::index(&link.address)
                     {
-                        *epoch = Some(link.epoch);
+                        seen.attached[index] = true;
+                        seen.epochs[index] = Some(link.epoch);
                     }
-                    phases.push(link.phase);
                 }
             }
             Sessions::OfKonnectivity(streams) => {
                 for stream in streams.status().attached.iter().filter(|stream| !stream.draining) {
-                    phases.push(LinkPhase::Attached);
-                    let server = fleet.servers.iter().flatten().find(|one| one.id == stream.server_id);
+                    seen.phases.push(LinkPhase::Attached);
+                    let Some(process) = server::process(&stream.server_id) else { continue };
+                    seen.attached[process.0] = true;
                     // The agent does not know the session's number.
-                    let node = &agent.runtime.config.node_name;
-                    if let Some((server, epoch)) = server.and_then(|one| Some((one, one.epoch(node)?))) {
-                        epochs[server.process.0] = Some(epoch);
-                    }
+                    let server = fleet.servers[process.0].iter().find(|server| server.process == process);
+                    let epoch = server.and_then(|server| server.epoch(&agent.runtime.config.node_name));
+                    seen.epochs[process.0] = seen.epochs[process.0].max(epoch);
                 }
             }
         }
-        Self { process: agent.process, stage: agent.stage(), enrolled, phases, epochs }
+        seen
     }
 
     /// How far a takeover is.

@@ -2,6 +2,7 @@
 //! has found as many as they report.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -25,6 +26,9 @@ const LOOK_AGAIN: Duration = Duration::from_secs(60);
 const MOST: usize = 32;
 /// Text of `/readyz` without a server.
 const PENDING: &str = "a konnectivity server";
+/// Attempts that may lead to known servers before the pause between them grows: a load balancer leads to any server, and one that
+/// is missing is to be found soon.
+const FOUND_AGAIN: u32 = 20;
 /// A stream that has lasted this long was a success.
 const LASTING: Duration = Duration::from_secs(10);
 
@@ -46,9 +50,42 @@ struct State {
 #[derive(Debug)]
 struct Attached {
     server_id: String,
+    /// Number of servers that this one has reported last.
+    server_count: AtomicUsize,
     since: Instant,
     busy: Arc<Busy>,
     leave: CancellationToken,
+}
+
+impl Attached {
+    fn is_left(&self) -> bool {
+        self.leave.is_cancelled()
+    }
+}
+
+/// Attempts to find one more server, of which the last ones have led to known servers.
+struct Search {
+    found_again: u32,
+    backoff: Backoff,
+}
+
+impl Search {
+    fn reset(&mut self) {
+        self.found_again = 0;
+        self.backoff.reset();
+    }
+
+    /// Returns the pause after an attempt that has led to a known server.
+    fn pause(&mut self, interval: Duration) -> Duration {
+        self.found_again = self.found_again.saturating_add(1);
+        if self.found_again > FOUND_AGAIN { self.backoff.next_delay() } else { jittered(interval, 0.5) }
+    }
+}
+
+/// Returns the largest number of servers that one of them has reported: one that has just started may not know the others yet.
+fn count_of(attached: &[Arc<Attached>]) -> Option<usize> {
+    let kept = attached.iter().filter(|attached| !attached.is_left());
+    kept.map(|attached| attached.server_count.load(Ordering::Relaxed)).max()
 }
 
 impl Set {
@@ -63,8 +100,7 @@ impl Set {
     pub async fn run(self: Arc<Self>) {
         let config = &self.shared.config;
         let mut backoff = Backoff::new(config.sync_interval, config.sync_interval_cap);
-        // Used while attempts lead to known servers.
-        let mut search = backoff.clone();
+        let mut search = Search { found_again: 0, backoff: backoff.clone() };
         let mut streams = JoinSet::new();
         let mut failing = LogOnce::default();
         let mut next = Instant::now();
@@ -98,7 +134,7 @@ impl Set {
                 }
                 Ok(false) => {
                     failing.clear();
-                    search.next_delay()
+                    search.pause(config.sync_interval)
                 }
                 Err(reason) => {
                     if failing.is_new(&reason) {
@@ -122,7 +158,7 @@ impl Set {
             server_id: attached.server_id.clone(),
             attached_for_s: attached.since.elapsed().as_secs(),
             connections: attached.busy.count(),
-            draining: attached.leave.is_cancelled(),
+            draining: attached.is_left(),
         });
         KonnectivityStatus {
             server: self.shared.config.server.to_string(),
@@ -146,15 +182,15 @@ impl Set {
         let leave = self.shared.runtime.shutdown.draining_token().child_token();
         let busy = Arc::<Busy>::default();
         let server_id = printable(&stream.server_id, 100);
-        let new = !attached.iter().any(|other| other.server_id == server_id && !other.leave.is_cancelled());
-        if !new {
+        let known = attached.iter().find(|other| other.server_id == server_id && !other.is_left());
+        if let Some(known) = known {
+            known.server_count.store(stream.server_count, Ordering::Relaxed);
             leave.cancel();
         }
-        // Newer than the number that another server has reported.
-        self.state.lock().server_count = Some(stream.server_count);
-        self.shared.metrics.server_count.set(i64::try_from(stream.server_count).unwrap_or(i64::MAX));
+        let new = known.is_none();
         let entry = Attached {
             server_id: server_id.clone(),
+            server_count: stream.server_count.into(),
             since: Instant::now(),
             busy: busy.clone(),
             leave: leave.clone(),
@@ -206,18 +242,60 @@ impl Set {
 
     /// Number of servers that are not being left.
     fn serving(&self) -> usize {
-        self.attached.all().iter().filter(|attached| !attached.leave.is_cancelled()).count()
+        self.attached.all().iter().filter(|attached| !attached.is_left()).count()
     }
 
-    /// Updates the metric and the readiness after a stream has begun or ended.
+    /// Updates the metrics, the number of servers and the readiness after a stream has begun or ended.
     fn count(&self) {
         let serving = self.serving();
         self.shared.metrics.servers.set(i64::try_from(serving).unwrap_or(i64::MAX));
         let mut state = self.state.lock();
+        if let Some(count) = count_of(&self.attached.all()) {
+            state.server_count = Some(count);
+            self.shared.metrics.server_count.set(i64::try_from(count).unwrap_or(i64::MAX));
+        }
         if serving > 0 {
             state.unready = None;
         } else {
             state.unready.get_or_insert_with(|| self.shared.runtime.readiness.pending(PENDING));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn attached(server_count: usize) -> Arc<Attached> {
+        Arc::new(Attached {
+            server_id: format!("one of {server_count}"),
+            server_count: server_count.into(),
+            since: Instant::now(),
+            busy: Arc::default(),
+            leave: CancellationToken::new(),
+        })
+    }
+
+    #[test]
+    fn a_server_that_knows_fewer_ends_no_search() {
+        let (older, newer) = (attached(2), attached(6));
+        assert_eq!(count_of(&[]), None);
+        assert_eq!(count_of(&[older.clone(), newer.clone()]), Some(6));
+        assert_eq!(count_of(&[newer.clone(), older.clone()]), Some(6));
+        newer.leave.cancel();
+        assert_eq!(count_of(&[older, newer]), Some(2));
+    }
+
+    #[test]
+    fn a_missing_server_is_looked_for_without_growing_pauses_at_first() {
+        let (interval, cap) = (Duration::from_secs(1), Duration::from_secs(10));
+        let mut search = Search { found_again: 0, backoff: Backoff::new(interval, cap) };
+        for _ in 0..2 {
+            let first = (0..FOUND_AGAIN).map(|_| search.pause(interval));
+            assert!(first.max().is_some_and(|longest| longest <= interval * 3 / 2));
+            let later = (0..FOUND_AGAIN).map(|_| search.pause(interval));
+            assert!(later.max().is_some_and(|longest| longest > cap / 2));
+            search.reset();
         }
     }
 }

@@ -33,7 +33,7 @@ pub async fn copy(
     Ok(())
 }
 
-/// The same with the reading and the writing half of a target.
+/// The same with the reading and the writing half of a target, whose end remains as it is.
 ///
 /// # Errors
 /// Fails if an end failed.

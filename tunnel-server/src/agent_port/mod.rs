@@ -16,14 +16,11 @@ mod link;
 mod peer;
 mod shut_out;
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 use tunnel_link::link::LinkIo;
 use tunnel_pki::{ALPN_EDGE, ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, Client, ServerTls, client_of_certificate};
-use tunnel_runtime::config::HostPort;
 
 pub use self::from_edge::FromEdge;
 pub use self::link::{Handover, LinkContext};
@@ -82,13 +79,10 @@ impl AgentPort {
         handshakes.accept("agents", listener, serve).await;
     }
 
-    /// The port of konnectivity's agents, whose sessions are as good as others. `peers`: the other servers.
-    pub fn for_konnectivity(
-        &self,
-        tokens: AgentTokens,
-        peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
-    ) -> Arc<KonnectivityPort> {
-        Arc::new(KonnectivityPort { handshakes: self.handshakes.clone(), tokens: Arc::new(tokens), peers })
+    /// The port of konnectivity's agents, whose sessions are as good as others.
+    pub fn for_konnectivity(&self, tokens: AgentTokens) -> Arc<KonnectivityPort> {
+        let (handshakes, peers) = (self.handshakes.clone(), self.listeners.peers.clone());
+        Arc::new(KonnectivityPort { handshakes, tokens: Arc::new(tokens), peers })
     }
 
     /// Ends the sessions of agents that may have none any more, until the stop.

@@ -57,7 +57,7 @@ impl Bound {
         let budget = Budget::of(open_files, Limits::of_process().memory.amount);
         let own = certificate.as_ref().map(|certificate| certificate.tls.clone());
         let named = move |address: IpAddr| own.as_ref().is_some_and(|own| own.names(&address.to_string()));
-        runtime.router.own_ports.start(config.listeners.own_ports(), peers.clone(), Box::new(named));
+        runtime.router.own_ports.start(config.listeners.own_ports(), peers, Box::new(named));
         let callers = Callers::new(&config.listeners, files.callers, runtime, client, caller_tls, &budget);
         let agents = certificate.as_ref().map(|certificate| {
             let links =
@@ -86,7 +86,6 @@ impl Bound {
             egress: files.egress,
             egress_tls,
             agents,
-            peers,
         };
         listeners.start(parts, &budget);
 

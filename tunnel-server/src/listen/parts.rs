@@ -1,12 +1,11 @@
 //! The parts of the server that listeners are started with.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tunnel_runtime::config::{ConfigError, HostPort};
+use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::reloaded::{FileMetrics, ReloadedFile};
 use tunnel_runtime::takeover::Copies;
 
@@ -71,8 +70,6 @@ pub(crate) struct Parts<'a> {
     pub(crate) egress_tls: Option<CallerTls>,
     /// None: this is a redirector.
     pub(crate) agents: Option<Arc<AgentPort>>,
-    /// The other servers, of which konnectivity's agents are told the number.
-    pub(crate) peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
 }
 
 impl Parts<'_> {

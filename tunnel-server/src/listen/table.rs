@@ -220,7 +220,7 @@ fn konnectivity(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
         let reviewer = parts.callers.client.clone();
         let reviewer = reviewer.map(|client| Reviewer::new(client, Audiences::only(&options.audience)));
         let tokens = AgentTokens::new(reviewer, service_account_user(&options.account));
-        let port = agents.for_konnectivity(tokens, parts.peers.clone());
+        let port = agents.for_konnectivity(tokens);
         parts.runtime.tasks.spawn(port.serve(parts.gates.agents.guard(socket)));
     }
 }

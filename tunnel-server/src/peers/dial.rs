@@ -269,6 +269,7 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
         },
         ended = driver.join_next() => return End::Failed(ended_with(ended)),
     };
+    context.peers.found(address, &first.server_id);
     if first.server_id == context.server_id {
         return End::Itself;
     }

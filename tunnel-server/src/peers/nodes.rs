@@ -18,8 +18,8 @@ use crate::pki::{Refusal, Standing};
 pub struct Peers {
     up: RwLock<Vec<Arc<Peer>>>,
     nodes: RwLock<HashMap<NodeName, RemoteNode>>,
-    /// The addresses to link with.
-    wanted: RwLock<HashSet<String>>,
+    /// The addresses to link with, each with the ID of the server that was found there last. One may be this server's own.
+    wanted: RwLock<HashMap<String, Option<String>>>,
     /// Not set: no node is revoked.
     standing: OnceLock<Standing>,
     /// The status that the other servers may ask for. Weak, as it reads this.
@@ -142,8 +142,27 @@ impl Peers {
     /// Sets the addresses to link with. A server that was lost at another one is gone.
     pub(super) fn want(&self, addresses: &BTreeSet<HostPort>) {
         let mut wanted = self.wanted.write();
-        *wanted = addresses.iter().map(ToString::to_string).collect();
-        self.forget_lost(|address| !wanted.contains(address));
+        let mut before = std::mem::take(&mut *wanted);
+        wanted.extend(addresses.iter().map(ToString::to_string).map(|address| {
+            let found = before.remove(&address).flatten();
+            (address, found)
+        }));
+        self.forget_lost(|address| !wanted.contains_key(address));
+    }
+
+    /// Keeps the ID of the server at an address.
+    pub(super) fn found(&self, address: &str, server_id: &str) {
+        if let Some(found) = self.wanted.write().get_mut(address) {
+            *found = Some(server_id.to_owned());
+        }
+    }
+
+    /// Number of servers, those that are down and this one included. One with several addresses counts for each that was not reached
+    /// yet.
+    pub fn servers(&self, own_id: &str) -> usize {
+        let wanted = self.wanted.read();
+        let found: HashSet<_> = wanted.values().flatten().map(String::as_str).chain([own_id]).collect();
+        found.len() + wanted.values().filter(|found| found.is_none()).count()
     }
 
     /// Removes a server and its nodes.
@@ -155,7 +174,7 @@ impl Peers {
         drop(up);
         // Held until all are removed: the address may be removed meanwhile.
         let wanted = self.wanted.read();
-        let lost_at = Some(peer.address.as_str()).filter(|address| !linked && wanted.contains(*address));
+        let lost_at = Some(peer.address.as_str()).filter(|address| !linked && wanted.contains_key(*address));
         let nodes = std::mem::take(&mut *peer.nodes());
         for node in nodes {
             self.remove(peer, &node, lost_at);
@@ -227,6 +246,25 @@ mod tests {
         let told_by = (server_id.to_owned(), "1.0.0".to_owned(), "10.70.0.2:10262".to_owned());
         let (closed, draining) = (CancellationToken::new(), CancellationToken::new());
         Arc::new(Peer::new(told_by, test_link(0, Duration::from_millis(1)).await, closed, draining))
+    }
+
+    #[test]
+    fn each_server_is_counted_once_also_this_one() {
+        let peers = Peers::new(crate::runtime::without_nodes(&mut Registry::default()));
+        let addresses = |list: &[&str]| list.iter().map(|address| address.parse().unwrap()).collect();
+        assert_eq!(peers.servers("own"), 1);
+        peers.want(&addresses(&["10.0.0.1:1", "10.0.0.2:1", "[fd00::2]:1"]));
+        assert_eq!(peers.servers("own"), 4, "none was reached yet");
+        peers.found("10.0.0.1:1", "own");
+        assert_eq!(peers.servers("own"), 3);
+        for address in ["10.0.0.2:1", "[fd00::2]:1", "10.0.0.9:1"] {
+            peers.found(address, "other");
+        }
+        assert_eq!(peers.servers("own"), 2);
+        peers.want(&addresses(&["10.0.0.1:1", "10.0.0.2:1"]));
+        assert_eq!(peers.servers("own"), 2);
+        peers.want(&addresses(&["10.0.0.1:1", "10.0.0.3:1", "10.0.0.4:1"]));
+        assert_eq!(peers.servers("own"), 3);
     }
 
     #[tokio::test]

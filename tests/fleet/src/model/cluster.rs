@@ -19,9 +19,9 @@ const LEADS: Duration = Duration::from_secs(40);
 const WRITTEN: Duration = Duration::from_secs(100);
 /// A process knows which Nodes there are after so long: it watches them again at most 30 s after a failure.
 const LISTED: Duration = Duration::from_secs(60);
-/// An agent has a certificate after so long: it reads every two minutes whether its request is answered, and pauses for at most a
-/// minute after a failure.
-pub(super) const ENROLS: Duration = Duration::from_secs(LEADS.as_secs() + 120 + 60);
+/// An agent has a certificate so long after one leads: it reads every two minutes whether its request is answered, and pauses for at
+/// most a minute after a failure.
+pub(super) const ENROLS: Duration = Duration::from_secs(120 + 60);
 /// One writes, and has written the conditions of the nodes that are up: those wait for no server out of reach.
 pub(super) const SETTLES: Duration = Duration::from_secs(140);
 

@@ -1,12 +1,11 @@
 //! AgentService: each call is one agent's stream.
 
-use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use tokio::runtime::Handle;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -17,7 +16,6 @@ use tunnel_link::konnectivity::{Packet, Packets, single};
 use tunnel_link::link::Flow;
 use tunnel_link::proto::Hello;
 use tunnel_runtime::NodeName;
-use tunnel_runtime::config::HostPort;
 use tunnel_runtime::text::printable;
 
 use super::agent;
@@ -26,6 +24,7 @@ use super::state::Agent;
 use crate::agent_port::attach::{self, Presented};
 use crate::agent_port::handshakes::Handshakes;
 use crate::agent_port::limits::CertifiedPlace;
+use crate::peers::Peers;
 use crate::pki::{Credential, Refusal};
 use crate::session::Sessions;
 
@@ -45,8 +44,8 @@ const EXPIRED: Duration = Duration::from_secs(3600);
 pub struct KonnectivityPort {
     pub(in crate::agent_port) handshakes: Handshakes,
     pub(in crate::agent_port) tokens: Arc<AgentTokens>,
-    /// The other servers: agents connect to as many servers as there are.
-    pub(in crate::agent_port) peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
+    /// Agents connect to as many servers as there are.
+    pub(in crate::agent_port) peers: Arc<Peers>,
 }
 
 /// The service of one connection.
@@ -109,7 +108,7 @@ impl AgentService for Service {
         let under_way = self.streams.token();
         self.attached.cancel();
         let (packets, answers) = mpsc::channel(PACKETS);
-        let servers = self.port.peers.borrow().len() + 1;
+        let servers = self.port.peers.servers(&context.server_id);
         let mut response = Response::new(ReceiverStream::new(answers));
         let server_id = MetadataValue::try_from(&context.server_id);
         let server_id = server_id.map_err(|error| Status::internal(error.to_string()))?;

@@ -13,7 +13,7 @@ use super::connections::AgentConnections;
 
 /// Time without connections before an agent is sent to another server.
 const QUIET: Duration = Duration::from_millis(100);
-/// Maximum time for the session to end after that.
+/// Time for the session to end after that, unless a connection was opened meanwhile.
 const CLOSE: Duration = Duration::from_secs(5);
 
 type Events = mpsc::Receiver<Result<AgentEvent, Status>>;
@@ -65,6 +65,10 @@ impl Agent {
         }
         self.events.lock().take();
         tokio::time::sleep(CLOSE).await;
+        // Opened while the session ended.
+        while !self.connections.is_empty() {
+            tick.tick().await;
+        }
     }
 
     /// Handles the agent's packets until its stream ends.
