@@ -63,8 +63,9 @@ impl Attached {
     }
 }
 
-/// Attempts to find one more server, of which the last ones have led to known servers.
+/// The search for one more server.
 struct Search {
+    /// Number of attempts in a row that have led to known servers.
     found_again: u32,
     backoff: Backoff,
 }
@@ -144,7 +145,12 @@ impl Set {
                     backoff.next_delay()
                 }
             };
-            let pause = if self.is_complete() { jittered(LOOK_AGAIN, 0.5) } else { pause };
+            let pause = if self.is_complete() {
+                search.reset();
+                jittered(LOOK_AGAIN, 0.5)
+            } else {
+                pause
+            };
             next = Instant::now() + pause;
         }
         while streams.join_next().await.is_some() {}

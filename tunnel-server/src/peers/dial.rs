@@ -269,11 +269,11 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
         },
         ended = driver.join_next() => return End::Failed(ended_with(ended)),
     };
-    context.peers.found(address, &first.server_id);
+    let server_id = printable(&first.server_id, 128);
+    context.peers.found(address, &server_id);
     if first.server_id == context.server_id {
         return End::Itself;
     }
-    let server_id = printable(&first.server_id, 128);
     if let Err(refusal) = context.trust.standing.judge_server(&server_id) {
         return End::Failed(Distrust::from(refusal).into());
     }

@@ -2,9 +2,11 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
 
 use parking_lot::RwLock;
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tunnel_routing::{Router, TunnelHolder};
 use tunnel_runtime::NodeName;
@@ -14,12 +16,17 @@ use tunnel_runtime::config::HostPort;
 use super::peer::Peer;
 use crate::pki::{Refusal, Standing};
 
+/// Time in which a server that was removed may be back: its pod was deleted, and another one is made.
+const RETURNS: Duration = Duration::from_secs(300);
+
 /// The other servers and their nodes.
 pub struct Peers {
     up: RwLock<Vec<Arc<Peer>>>,
     nodes: RwLock<HashMap<NodeName, RemoteNode>>,
-    /// The addresses to link with, each with the ID of the server that was found there last. One may be this server's own.
+    /// The addresses to link with, each with the ID of the server that was found there last. Some may be this server's own.
     wanted: RwLock<HashMap<String, Option<String>>>,
+    /// Addresses that were removed, with the same and the time: their servers may be back soon.
+    removed: RwLock<HashMap<String, (Option<String>, Instant)>>,
     /// Not set: no node is revoked.
     standing: OnceLock<Standing>,
     /// The status that the other servers may ask for. Weak, as it reads this.
@@ -45,6 +52,7 @@ impl Peers {
             up: RwLock::default(),
             nodes: RwLock::default(),
             wanted: RwLock::default(),
+            removed: RwLock::default(),
             standing: OnceLock::new(),
             status: OnceLock::new(),
             router,
@@ -141,12 +149,16 @@ impl Peers {
 
     /// Sets the addresses to link with. A server that was lost at another one is gone.
     pub(super) fn want(&self, addresses: &BTreeSet<HostPort>) {
-        let mut wanted = self.wanted.write();
+        let (mut wanted, mut removed) = (self.wanted.write(), self.removed.write());
+        removed.retain(|_, (_, since)| since.elapsed() < RETURNS);
         let mut before = std::mem::take(&mut *wanted);
         wanted.extend(addresses.iter().map(ToString::to_string).map(|address| {
-            let found = before.remove(&address).flatten();
+            let returned = removed.remove(&address).and_then(|(found, _)| found);
+            let found = before.remove(&address).flatten().or(returned);
             (address, found)
         }));
+        removed.extend(before.into_iter().map(|(address, found)| (address, (found, Instant::now()))));
+        drop(removed);
         self.forget_lost(|address| !wanted.contains_key(address));
     }
 
@@ -157,12 +169,14 @@ impl Peers {
         }
     }
 
-    /// Number of servers, those that are down and this one included. One with several addresses counts for each that was not reached
-    /// yet.
+    /// Number of servers: this one, those that are down, and those that were removed a moment ago. One with several addresses counts
+    /// for each that was not reached yet.
     pub fn servers(&self, own_id: &str) -> usize {
-        let wanted = self.wanted.read();
-        let found: HashSet<_> = wanted.values().flatten().map(String::as_str).chain([own_id]).collect();
-        found.len() + wanted.values().filter(|found| found.is_none()).count()
+        let (wanted, removed) = (self.wanted.read(), self.removed.read());
+        let recent = removed.values().filter(|(_, since)| since.elapsed() < RETURNS).map(|(found, _)| found);
+        let all: Vec<_> = wanted.values().chain(recent).map(Option::as_deref).collect();
+        let found: HashSet<_> = all.iter().flatten().copied().chain([own_id]).collect();
+        found.len() + all.iter().filter(|found| found.is_none()).count()
     }
 
     /// Removes a server and its nodes.
@@ -234,8 +248,6 @@ impl Peers {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use prometheus_client::registry::Registry;
 
     use super::*;
@@ -248,8 +260,8 @@ mod tests {
         Arc::new(Peer::new(told_by, test_link(0, Duration::from_millis(1)).await, closed, draining))
     }
 
-    #[test]
-    fn each_server_is_counted_once_also_this_one() {
+    #[tokio::test(start_paused = true)]
+    async fn each_server_is_counted_once_also_this_one() {
         let peers = Peers::new(crate::runtime::without_nodes(&mut Registry::default()));
         let addresses = |list: &[&str]| list.iter().map(|address| address.parse().unwrap()).collect();
         assert_eq!(peers.servers("own"), 1);
@@ -263,7 +275,12 @@ mod tests {
         assert_eq!(peers.servers("own"), 2);
         peers.want(&addresses(&["10.0.0.1:1", "10.0.0.2:1"]));
         assert_eq!(peers.servers("own"), 2);
-        peers.want(&addresses(&["10.0.0.1:1", "10.0.0.3:1", "10.0.0.4:1"]));
+        // Its pod is deleted, and made again.
+        peers.want(&addresses(&["10.0.0.1:1"]));
+        assert_eq!(peers.servers("own"), 2);
+        tokio::time::advance(RETURNS).await;
+        assert_eq!(peers.servers("own"), 1);
+        peers.want(&addresses(&["10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1"]));
         assert_eq!(peers.servers("own"), 3);
     }
 

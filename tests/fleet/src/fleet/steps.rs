@@ -1,4 +1,4 @@
-//! What the steps of a plan do to a fleet.
+//! The steps of a plan: each changes the fleet.
 
 use std::time::{Duration, SystemTime};
 
