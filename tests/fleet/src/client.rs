@@ -126,7 +126,7 @@ impl Client {
         let (mut read, mut write) = split(stream);
         let reading = async {
             while read.read_buf(back).await? > 0 {
-                // Konnectivity has no half-close: such a client ends once it has everything.
+                // The protocol has no half-close, so the client closes once it has read everything.
                 if self.of_konnectivity && back.len() == sent.len() {
                     break;
                 }

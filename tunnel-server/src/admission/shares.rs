@@ -192,7 +192,7 @@ impl Drop for Share {
     }
 }
 
-/// Takes one from a count; one that is zero is removed.
+/// Decrements a count, and removes it at zero.
 pub(crate) fn decrement<K: Eq + Hash>(counts: &mut HashMap<K, u32>, key: &K) {
     if let Some(count) = counts.get_mut(key) {
         *count -= 1;

@@ -501,7 +501,7 @@ fn attach_again_within(context: &LinkContext, session: &Session) -> Duration {
     jittered(spread(context.sessions.count(), context.drain_timeout), 1.0)
 }
 
-/// Random delay before an agent is told that this server stops. Thousands that reconnect at once would delay open connections.
+/// Random delay before an agent is told that this server stops: if thousands reconnected at once, open connections would wait.
 fn time_of_farewell(context: &LinkContext) -> Duration {
     jittered(told_within(context.sessions.count(), context.drain_timeout), 1.0)
 }

@@ -118,8 +118,8 @@ impl Running {
         let alone = !another && !self.succession.sockets.are_sent();
         let routed = redirect.as_ref().is_some_and(|redirect| redirect.routed);
         let refusing = led_here.filter(|_| alone && routed).and_then(refuse);
-        // The agents have sessions with the successor. An agent ends its session here when it is told that this server stops.
-        // Ending thousands at once would delay connections.
+        // The agents have sessions with the successor, and end those with this server when they are told that it stops. They are
+        // told at different times: thousands of sessions that end at once would delay connections.
         let agents_leave = async {
             if another {
                 drain.shutdown().forced_token().run_until_cancelled(sessions.none()).await;

@@ -25,7 +25,7 @@ pub struct Peers {
     nodes: RwLock<HashMap<NodeName, RemoteNode>>,
     /// The addresses to link with, each with the ID of the server that was found there last. Some may be this server's own.
     wanted: RwLock<HashMap<String, Option<String>>>,
-    /// Addresses that were removed, with the same and the time: their servers may be back soon.
+    /// Addresses that were removed, each with the same ID and the time of the removal: the server may be back soon.
     removed: RwLock<HashMap<String, (Option<String>, Instant)>>,
     /// Not set: no node is revoked.
     standing: OnceLock<Standing>,

@@ -44,7 +44,7 @@ const EXPIRED: Duration = Duration::from_secs(3600);
 pub struct KonnectivityPort {
     pub(in crate::agent_port) handshakes: Handshakes,
     pub(in crate::agent_port) tokens: Arc<AgentTokens>,
-    /// They know the number of servers, which agents are told.
+    /// Counts the servers: agents are told the number.
     pub(in crate::agent_port) peers: Arc<Peers>,
 }
 

@@ -224,7 +224,7 @@ pub async fn obtain(
                 let installed = install(state_dir.to_owned(), lifetimes, material, &secret).await;
                 return match (installed, copy) {
                     (Ok((ca, _)), _) => Ok(ca),
-                    // Certificates signed by a root that the Secret no longer has would be accepted by nobody.
+                    // No server or agent would accept a certificate signed by a root that the Secret no longer has.
                     (Err(error), Some(Ok(copy)))
                         if copy.state().is_ok_and(|present| wanted.trusts(present.hash())) =>
                     {
