@@ -84,9 +84,8 @@ impl Search {
 }
 
 /// Returns the largest number of servers that one of them has reported: one that has just started may not know the others yet.
-fn count_of(attached: &[Arc<Attached>]) -> Option<usize> {
-    let kept = attached.iter().filter(|attached| !attached.is_left());
-    kept.map(|attached| attached.server_count.load(Ordering::Relaxed)).max()
+fn count_of(kept: &[Arc<Attached>]) -> Option<usize> {
+    kept.iter().map(|attached| attached.server_count.load(Ordering::Relaxed)).max()
 }
 
 impl Set {
@@ -242,28 +241,31 @@ impl Set {
 
     /// True if this agent has streams with as many servers as there are, or as it may have.
     fn is_complete(&self) -> bool {
-        let attached = self.serving();
-        self.state.lock().server_count.is_some_and(|count| attached > 0 && attached >= count.min(MOST))
+        let kept = self.kept().len();
+        self.state.lock().server_count.is_some_and(|count| kept > 0 && kept >= count.min(MOST))
     }
 
-    /// Number of servers that are not being left.
-    fn serving(&self) -> usize {
-        self.attached.all().iter().filter(|attached| !attached.is_left()).count()
+    /// Returns the servers that are not being left.
+    fn kept(&self) -> Vec<Arc<Attached>> {
+        let mut kept = self.attached.all();
+        kept.retain(|attached| !attached.is_left());
+        kept
     }
 
     /// Updates the metrics, the number of servers and the readiness after a stream has begun or ended.
     fn count(&self) {
-        let serving = self.serving();
-        self.shared.metrics.servers.set(i64::try_from(serving).unwrap_or(i64::MAX));
+        let kept = self.kept();
+        self.shared.metrics.servers.set(i64::try_from(kept.len()).unwrap_or(i64::MAX));
         let mut state = self.state.lock();
-        if let Some(count) = count_of(&self.attached.all()) {
+        // Without one the last number stays.
+        if let Some(count) = count_of(&kept) {
             state.server_count = Some(count);
             self.shared.metrics.server_count.set(i64::try_from(count).unwrap_or(i64::MAX));
         }
-        if serving > 0 {
-            state.unready = None;
-        } else {
+        if kept.is_empty() {
             state.unready.get_or_insert_with(|| self.shared.runtime.readiness.pending(PENDING));
+        } else {
+            state.unready = None;
         }
     }
 }
@@ -287,9 +289,7 @@ mod tests {
         let (older, newer) = (attached(2), attached(6));
         assert_eq!(count_of(&[]), None);
         assert_eq!(count_of(&[older.clone(), newer.clone()]), Some(6));
-        assert_eq!(count_of(&[newer.clone(), older.clone()]), Some(6));
-        newer.leave.cancel();
-        assert_eq!(count_of(&[older, newer]), Some(2));
+        assert_eq!(count_of(&[newer, older]), Some(6));
     }
 
     #[test]
