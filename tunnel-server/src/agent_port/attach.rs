@@ -481,7 +481,8 @@ async fn follow(
                     session.moving.store(true, Ordering::Relaxed);
                     let heard = notify(client, leaving(context, serving)).await;
                     unheard.leaving = (!heard).then_some(serving);
-                    draining_sent |= *handover.borrow() == Handover::All;
+                    // The handover may have gone on while the agent was told of its beginning.
+                    draining_sent |= !serving && *handover.borrow() == Handover::All;
                 }
                 unheard.repeat(&mut bundle, &mut settings);
             }
