@@ -119,6 +119,11 @@ async fn connect_from(
 
 fn unusable(kubeconfig: Option<&Path>, reason: &str, advice: &str) -> ConfigError {
     match kubeconfig.map(Path::display) {
+        // kubectl works with such a file.
+        Some(path) if reason.contains("UnsupportedCertVersion") => {
+            let fix = "issue a client certificate of X.509 version 3, the only one that this program can use here, or use a token";
+            ConfigError::new("--kubeconfig", path.to_string(), format!("{reason}; {fix}"))
+        }
         Some(path) => {
             let fix = format!("name a file with which `kubectl --kubeconfig {path}` works");
             ConfigError::new("--kubeconfig", path.to_string(), format!("{reason}; {fix}"))
@@ -299,6 +304,20 @@ mod tests {
         let path = kubeconfig(dir.path(), ", certificate-authority: ca.crt", ", namespace: tunnel");
         let (client, namespace) = open(&path, None).await.unwrap();
         assert_eq!((client.default_namespace(), namespace.as_str()), ("tunnel", "tunnel"));
+    }
+
+    /// MicroK8s' kubeconfigs have such certificates.
+    #[tokio::test]
+    async fn a_client_certificate_of_x509_version_1_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let both = include_str!("../../tunnel-pki/testdata/version_1.pem");
+        std::fs::write(dir.path().join("both.pem"), both).unwrap();
+        let path = kubeconfig(dir.path(), SKIP_VERIFY, "");
+        let text = std::fs::read_to_string(&path).unwrap();
+        let user = "client-certificate: both.pem, client-key: both.pem";
+        std::fs::write(&path, text.replace("token: secret-token", user)).unwrap();
+        let error = open(&path, None).await.err().map(|error| error.to_string()).unwrap_or_default();
+        assert!(error.contains("X.509 version 3") && !error.contains("kubectl"), "{error}");
     }
 
     #[tokio::test]

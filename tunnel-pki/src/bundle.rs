@@ -7,6 +7,8 @@ use rustls::RootCertStore;
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject;
 use tunnel_runtime::files;
+use x509_parser::certificate::X509Certificate;
+use x509_parser::x509::X509Version;
 
 use super::certificate::{ca_hash, is_signed_by, parse, pem_of_certificates};
 use super::error::IdentityError;
@@ -32,27 +34,40 @@ impl TrustBundle {
         if roots.len() > MAX_ROOTS {
             return Err(IdentityError::Bundle(format!("it has more than {MAX_ROOTS} certificates")));
         }
-        let mut store = RootCertStore::empty();
-        for (index, root) in roots.iter().enumerate() {
-            let number = index + 1;
-            let parsed = parse(root)
-                .map_err(|error| IdentityError::Bundle(format!("certificate {number}: {error}")))?;
-            if !parsed.is_ca() {
-                return Err(IdentityError::Bundle(format!("certificate {number} is not a CA")));
-            }
-            store
-                .add(root.clone())
-                .map_err(|error| IdentityError::Bundle(format!("certificate {number}: {error}")))?;
+        for (number, root) in (1..).zip(&roots) {
+            check(root, |of| of.is_ca())
+                .map_err(|reason| IdentityError::Bundle(format!("certificate {number}: {reason}")))?;
         }
         Ok(Self { roots })
     }
 
     /// Parses PEM; ignores sections other than certificates.
     pub fn from_pem(pem: &str) -> Result<Self, IdentityError> {
-        let roots = CertificateDer::pem_slice_iter(pem.as_bytes())
-            .collect::<Result<Vec<_>, _>>()
-            .map_err(|error| IdentityError::Bundle(format!("not PEM: {error}")))?;
-        Self::new(roots)
+        Self::new(certificates(pem)?)
+    }
+
+    /// Parses the roots of another system. As Go does, ignores certificates that are not a CA's: OpenShift's `ca.crt` of pods
+    /// has the one of its ingress too. A certificate of X.509 version 1 cannot say that it is a CA's.
+    ///
+    /// # Errors
+    /// [`IdentityError::Bundle`] if it is not PEM, or without a usable root.
+    pub fn from_foreign_pem(pem: &str) -> Result<Self, IdentityError> {
+        let is_root = |of: &X509Certificate<'_>| of.is_ca() || of.version() != X509Version::V3;
+        let (mut roots, mut unusable) = (Vec::new(), None);
+        for (number, root) in (1..).zip(certificates(pem)?) {
+            match check(&root, is_root) {
+                Ok(()) => roots.push(root),
+                Err(reason) => {
+                    tracing::debug!(number, reason, "ignoring a certificate among trusted roots");
+                    unusable.get_or_insert(format!("certificate {number}: {reason}"));
+                }
+            }
+        }
+        match unusable {
+            _ if !roots.is_empty() => Ok(Self { roots }),
+            Some(reason) => Err(IdentityError::Bundle(reason)),
+            None => Self::new(roots),
+        }
     }
 
     /// Reads a PEM file.
@@ -76,7 +91,7 @@ impl TrustBundle {
     /// Returns the roots for rustls.
     pub fn root_store(&self) -> RootCertStore {
         let mut store = RootCertStore::empty();
-        // `new` has checked that each can be added.
+        // `check` has added each to a store.
         store.add_parsable_certificates(self.roots.iter().cloned());
         store
     }
@@ -92,6 +107,24 @@ impl TrustBundle {
     }
 }
 
+fn certificates(pem: &str) -> Result<Vec<CertificateDer<'static>>, IdentityError> {
+    CertificateDer::pem_slice_iter(pem.as_bytes())
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| IdentityError::Bundle(format!("not PEM: {error}")))
+}
+
+/// Checks that a certificate can be trusted as a root.
+fn check(
+    root: &CertificateDer<'static>,
+    is_root: impl Fn(&X509Certificate<'_>) -> bool,
+) -> Result<(), String> {
+    let parsed = parse(root).map_err(|error| error.to_string())?;
+    if !is_root(&parsed) {
+        return Err("not a CA".to_owned());
+    }
+    RootCertStore::empty().add(root.clone()).map_err(|error| error.to_string())
+}
+
 impl fmt::Debug for TrustBundle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("TrustBundle").field(&self.hashes()).finish()
@@ -104,6 +137,9 @@ mod tests {
     use rcgen::{BasicConstraints, CertificateParams, IsCa, KeyPair};
 
     use super::*;
+
+    /// A certificate of X.509 version 1, and its key, as `openssl x509 -req` of OpenSSL 3.0 makes them.
+    const V1: &str = include_str!("../testdata/version_1.pem");
 
     fn root(ca: bool) -> CertificateDer<'static> {
         let mut params = CertificateParams::default();
@@ -144,10 +180,28 @@ mod tests {
         }
     }
 
+    #[test]
+    fn roots_of_another_system_may_be_beside_other_certificates() {
+        let roots: Vec<_> = (0..20).map(|_| root(true)).collect();
+        let leaf = pem_of_certificates(&[root(false)]);
+        let all = TrustBundle::from_foreign_pem(&(leaf.clone() + &pem_of_certificates(&roots) + V1)).unwrap();
+        assert_eq!(all.roots().len(), 21, "more than of one's own, and the one of version 1");
+        assert_eq!(all.roots()[..20], roots);
+        assert_eq!(all.root_store().len(), 21);
+        let cut = &leaf[..leaf.len() / 2];
+        for (pem, reason) in
+            [("", "no certificate"), (leaf.as_str(), "certificate 1: not a CA"), (cut, "not PEM")]
+        {
+            let error = TrustBundle::from_foreign_pem(pem).unwrap_err().to_string();
+            assert!(error.contains(reason), "{reason}: {error}");
+        }
+    }
+
     proptest! {
         #[test]
         fn never_panics(text in any::<String>(), cut in 0usize..600) {
             let _: Result<_, _> = TrustBundle::from_pem(&text);
+            let _: Result<_, _> = TrustBundle::from_foreign_pem(&text);
             let pem = "-----BEGIN CERTIFICATE-----\n".to_owned() + &text + "\n-----END CERTIFICATE-----\n";
             prop_assert!(TrustBundle::from_pem(&pem).is_err());
             let cut = pem.char_indices().map(|(at, _)| at).take_while(|at| *at <= cut).last().unwrap_or(0);

@@ -13,8 +13,7 @@ use rustls::server::{
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::time_provider::TimeProvider;
 use rustls::{
-    AlertDescription, CertificateError, ClientConfig, InconsistentKeys, OtherError, RootCertStore,
-    ServerConfig, version,
+    AlertDescription, CertificateError, ClientConfig, OtherError, RootCertStore, ServerConfig, version,
 };
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tokio_rustls::TlsAcceptor;
@@ -23,7 +22,7 @@ use tunnel_runtime::error::causes;
 
 use super::agent::{AgentIdentity, chain_and_key};
 use super::bundle::TrustBundle;
-use super::certificate::{SERVER_NAME, client_of_certificate, parse_ca_hash};
+use super::certificate::{SERVER_NAME, client_of_certificate, parse, parse_ca_hash};
 use super::error::IdentityError;
 use super::tickets::Tickets;
 use super::verify::{Trust, client_verifier, provider, refuse, server_verifier};
@@ -85,19 +84,14 @@ pub fn certified(
     chain: Vec<CertificateDer<'static>>,
     key: &PrivateKeyDer<'_>,
 ) -> Result<Arc<SingleCertAndKey>, IdentityError> {
-    let certified = CertifiedKey::new(
-        chain,
-        rustls::crypto::aws_lc_rs::sign::any_supported_type(key).map_err(tls_error)?,
-    );
-    match certified.keys_match() {
-        Ok(()) | Err(rustls::Error::InconsistentKeys(InconsistentKeys::Unknown)) => {
-            Ok(Arc::new(SingleCertAndKey::from(certified)))
-        }
-        Err(rustls::Error::InconsistentKeys(_)) => {
-            Err(IdentityError::Key("it does not belong to the certificate".to_owned()))
-        }
-        Err(error) => Err(tls_error(error)),
+    let key = rustls::crypto::aws_lc_rs::sign::any_supported_type(key).map_err(tls_error)?;
+    let first = leaf(&chain)?;
+    // Not with rustls' `keys_match`, which refuses certificates of X.509 version 1: MicroK8s' are.
+    let certified = parse(&first)?;
+    if key.public_key().is_some_and(|public| public.as_ref() != certified.public_key().raw) {
+        return Err(IdentityError::Key("it does not belong to the certificate".to_owned()));
     }
+    Ok(Arc::new(SingleCertAndKey::from(CertifiedKey::new(chain, key))))
 }
 
 /// The same from PEM.
@@ -381,6 +375,14 @@ fn server_config(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_client_certificate_of_x509_version_1_is_used() {
+        let (text, key) = (include_str!("../testdata/version_1.pem"), rcgen::KeyPair::generate().unwrap());
+        assert!(certified_pem(text, text).is_ok());
+        let error = certified_pem(text, &key.serialize_pem()).unwrap_err().to_string();
+        assert!(error.contains("does not belong to the certificate"), "{error}");
+    }
 
     #[test]
     fn the_servers_name_is_a_dns_name() {

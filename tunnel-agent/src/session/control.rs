@@ -60,9 +60,8 @@ impl Agent for AgentService {
         session
             .phase
             .send_replace(SessionPhase::Attached { server_id: welcome.server_id, since: Instant::now() });
-        // The end of the stream tells the server that this session ends on purpose.
-        let stop = session.stop.clone().cancelled_owned();
-        Ok(Response::new(Box::pin(events.take_until(stop))))
+        let farewell = session.farewell.clone().cancelled_owned();
+        Ok(Response::new(Box::pin(events.take_until(farewell))))
     }
 
     async fn relay(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::RelayStream>, Status> {

@@ -48,36 +48,50 @@ pub(super) async fn serve(
         tokio::select! {
             biased;
             ended = &mut ended => break ended.unwrap_or(SessionEnd::Closed),
-            accepted = link::accept(&mut link, &session.path.flow) => match accepted {
-                Some(Ok((request, respond))) => {
-                    if request.uri().path() == RELAY_PATH {
-                        tokio::spawn(relay(session.clone(), request, respond));
-                    } else if request.uri().path() == BENCH_PATH {
-                        tokio::spawn(bench(session.clone(), request, respond));
-                    } else {
-                        tokio::spawn(grpc::serve(service.clone(), request, respond));
-                    }
-                }
-                Some(Err(error)) => break SessionEnd::Link(error),
-                None => break SessionEnd::Closed,
-            },
+            accepted = accept(&session, &service, &mut link) => if let Err(end) = accepted { break end },
         }
     };
+    let on_purpose = matches!(end, SessionEnd::Draining | SessionEnd::Stopping);
+    if on_purpose && !session.stop.is_cancelled() {
+        // The server opens no more streams then. Those that it has just opened are served, and it closes the link behind them.
+        session.farewell.cancel();
+        let served = async { while accept(&session, &service, &mut link).await.is_ok() {} };
+        tokio::select! {
+            _ = tokio::time::timeout(DRAIN_CLOSE_TIMEOUT, served) => {}
+            Some(_) = watching.join_next() => {}
+            () = session.stop.cancelled() => {}
+        }
+    }
     // Resets all open connections. The GOAWAY says that this was on purpose.
     session.stop.cancel();
     session.release();
-    let patience = match end {
-        SessionEnd::Draining | SessionEnd::Stopping if !session.shared.runtime.shutdown.is_forced() => {
-            DRAIN_CLOSE_TIMEOUT
-        }
-        _ => CLOSE_TIMEOUT,
-    };
+    let forced = session.shared.runtime.shutdown.is_forced();
+    let patience = if on_purpose && !forced { DRAIN_CLOSE_TIMEOUT } else { CLOSE_TIMEOUT };
     tokio::select! {
         () = close(&session, &mut link, patience) => {}
         // A server that has gone silent is not waited for.
         Some(_) = watching.join_next() => {}
     }
     end
+}
+
+/// Serves the next stream in a task of its own.
+///
+/// # Errors
+/// The link has ended.
+async fn accept(
+    session: &Arc<SessionState>,
+    service: &AgentServer<AgentService>,
+    link: &mut LinkConnection,
+) -> Result<(), SessionEnd> {
+    let accepted = link::accept(link, &session.path.flow).await.ok_or(SessionEnd::Closed)?;
+    let (request, respond) = accepted.map_err(SessionEnd::Link)?;
+    match request.uri().path() {
+        RELAY_PATH => drop(tokio::spawn(relay(session.clone(), request, respond))),
+        BENCH_PATH => drop(tokio::spawn(bench(session.clone(), request, respond))),
+        _ => drop(tokio::spawn(grpc::serve(service.clone(), request, respond))),
+    }
+    Ok(())
 }
 
 /// Waits until the server has read everything, for `patience` at most, and has closed the link.

@@ -40,6 +40,9 @@ pub(super) struct SessionState {
     pub(super) common: Arc<Common>,
     /// Ends the link. On the first link, ends the session.
     pub(super) stop: CancellationToken,
+    /// Cancelled with `stop`, or earlier to tell the server that this session ends on purpose. It opens no more streams then, and
+    /// closes the link once its connections have ended.
+    pub(super) farewell: CancellationToken,
     /// Cancelled when this agent drains or leaves the server. The session then ends once it has no connections left.
     pub(super) leaving: CancellationToken,
     /// Takes the numbers of additional links that the server asks for.
@@ -117,8 +120,10 @@ impl SessionState {
             connections: Arc::default(),
             additional: Arc::default(),
         };
+        let stop = shared.runtime.shutdown.forced_token().child_token();
         Self {
-            stop: shared.runtime.shutdown.forced_token().child_token(),
+            farewell: stop.child_token(),
+            stop,
             leaving,
             shared,
             server: server.into(),
@@ -141,8 +146,10 @@ impl SessionState {
     /// An additional link of the session that began with `first`. It ends with that session.
     pub(super) fn additional(first: Arc<Self>, link: u32, path: Path) -> Self {
         let (events, event_stream) = mpsc::channel(1);
+        let stop = first.stop.child_token();
         Self {
-            stop: first.stop.child_token(),
+            farewell: stop.child_token(),
+            stop,
             leaving: first.leaving.clone(),
             shared: first.shared.clone(),
             server: first.server.clone(),

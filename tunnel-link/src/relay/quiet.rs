@@ -98,10 +98,11 @@ pub async fn end_quiet<T>(
 ) {
     let start = Instant::now();
     let mut seen = HashMap::new();
-    let mut last = start;
+    let (mut last, mut skipped) = (start, false);
     while start.elapsed() < ENDING {
-        // On a busy host checks may be far apart, and what the socket has received may wait to be read.
-        let late = last.elapsed() > CHECK * 2;
+        // On a busy host checks may be far apart, and what the socket has received may wait to be read. The next check judges,
+        // late or not: otherwise all would be reset in the end, with their requests.
+        skipped = !skipped && last.elapsed() > CHECK * 2;
         last = Instant::now();
         for connection in connections() {
             let Some(now) = relaying(&connection) else { continue };
@@ -110,7 +111,7 @@ pub async fn end_quiet<T>(
             // early.
             let seen = seen.entry(Arc::as_ptr(&connection).addr()).or_insert_with(|| Seen::new(bytes));
             seen.update(bytes);
-            if !late && seen.is_quiet(start.elapsed(), &now) {
+            if !skipped && seen.is_quiet(start.elapsed(), &now) {
                 now.abort.trigger(Outcome::Shutdown);
             }
         }

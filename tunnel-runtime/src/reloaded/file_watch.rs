@@ -1,10 +1,14 @@
 //! Reports changes of files, including through symlinks.
 
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
+use notify::event::{AccessKind, AccessMode, ModifyKind};
 use notify::{EventKind, RecommendedWatcher, RecursiveMode, Watcher};
+use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
@@ -12,6 +16,11 @@ use tokio::time::timeout;
 const QUIET: Duration = Duration::from_millis(100);
 /// Maximum time for which events delay reading.
 const LONGEST_WAIT: Duration = Duration::from_secs(2);
+/// Maximum time for which a writer that has not closed the file delays reading. A shell empties a file before the program starts
+/// that writes it, and half a file may be valid.
+const LONGEST_WRITE: Duration = Duration::from_secs(10);
+
+type Names = BTreeSet<OsString>;
 
 /// Watches the directories whose entries determine the file at a path. A rename into place and a ConfigMap's swap of
 /// its `..data` link are events of a directory, not of the file.
@@ -19,6 +28,10 @@ pub struct FileWatch {
     watcher: Option<RecommendedWatcher>,
     events: mpsc::Receiver<()>,
     directories: BTreeSet<PathBuf>,
+    /// Names of the files.
+    names: Names,
+    /// Names of files in these directories that were written to and not closed since.
+    written: Arc<Mutex<Names>>,
 }
 
 impl FileWatch {
@@ -26,10 +39,15 @@ impl FileWatch {
     pub fn new(what: &'static str) -> Self {
         // A capacity of one is enough: an event only means that something changed.
         let (wake, events) = mpsc::channel(1);
+        let written = Arc::<Mutex<Names>>::default();
+        let of_handler = written.clone();
         let handler = move |event: notify::Result<notify::Event>| {
+            if let Ok(event) = &event {
+                note(&mut of_handler.lock(), event);
+            }
             // Reading the file here is an access too, and must not cause another read.
             let read_only = matches!(&event, Ok(event) if matches!(event.kind, EventKind::Access(kind)
-                if !matches!(kind, notify::event::AccessKind::Close(notify::event::AccessMode::Write))));
+                if !matches!(kind, AccessKind::Close(AccessMode::Write))));
             if !read_only {
                 // If the channel is full, a read is due anyway.
                 let _ = wake.try_send(());
@@ -40,7 +58,7 @@ impl FileWatch {
                 |error| tracing::warn!(%error, what, "failed to watch for file events, polling every 10 s"),
             )
             .ok();
-        Self { watcher, events, directories: BTreeSet::new() }
+        Self { watcher, events, directories: BTreeSet::new(), names: Names::new(), written }
     }
 
     /// Returns `None` if there can be no events.
@@ -53,11 +71,20 @@ impl FileWatch {
         let quiet = async { while let Ok(Some(())) = timeout(QUIET, self.events.recv()).await {} };
         // After a timeout too, it is time to read.
         let _ = timeout(LONGEST_WAIT, quiet).await;
+        let (names, written) = (&self.names, &self.written);
+        let is_written = || !names.is_disjoint(&written.lock());
+        let closed = async { while is_written() && self.events.recv().await.is_some() {} };
+        if timeout(LONGEST_WRITE, closed).await.is_err() {
+            written.lock().clear();
+        }
     }
 
     /// Watches the directories that determine the files at these paths now. Errors are not fatal: polling continues.
     pub fn follow<'a>(&mut self, paths: impl IntoIterator<Item = &'a Path>) {
         let Some(watcher) = &mut self.watcher else { return };
+        let paths: Vec<_> = paths.into_iter().collect();
+        let name = |path: &&Path| Some(path.canonicalize().ok()?.file_name()?.to_owned());
+        self.names = paths.iter().filter_map(name).collect();
         let wanted: BTreeSet<_> = paths.into_iter().flat_map(directories).collect();
         for gone in self.directories.difference(&wanted) {
             if let Err(error) = watcher.unwatch(gone) {
@@ -76,6 +103,20 @@ impl FileWatch {
                         .is_ok()
             })
             .collect();
+    }
+}
+
+/// Notes a file that is being written, or is no longer.
+fn note(written: &mut Names, event: &notify::Event) {
+    let names = event.paths.iter().filter_map(|path| path.file_name());
+    match event.kind {
+        EventKind::Modify(ModifyKind::Data(_)) => written.extend(names.map(ToOwned::to_owned)),
+        EventKind::Access(AccessKind::Close(AccessMode::Write))
+        | EventKind::Modify(ModifyKind::Name(_))
+        | EventKind::Remove(_) => names.for_each(|name| {
+            written.remove(name);
+        }),
+        _ => {}
     }
 }
 
@@ -102,4 +143,35 @@ fn directories(path: &Path) -> BTreeSet<PathBuf> {
         }
     }
     directories
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Write as _;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_file_is_read_once_its_writer_has_closed_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tokens.csv");
+        std::fs::write(&path, "old").unwrap();
+        let mut watch = FileWatch::new("test");
+        watch.follow([path.as_path()]);
+        // As a shell that redirects the output of a slow program.
+        let mut file = File::create(&path).unwrap();
+        watch.event().await.unwrap();
+        assert!(timeout(QUIET * 3, watch.settle()).await.is_err(), "it is empty");
+        file.write_all(b"new").unwrap();
+        assert!(timeout(QUIET * 3, watch.settle()).await.is_err(), "there may be more");
+        drop(file);
+        timeout(LONGEST_WRITE / 2, watch.settle()).await.unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "new");
+        // A file beside it that stays open delays nothing.
+        let mut other = File::create(dir.path().join("log")).unwrap();
+        other.write_all(b"line").unwrap();
+        watch.event().await.unwrap();
+        timeout(LONGEST_WRITE / 2, watch.settle()).await.unwrap();
+    }
 }

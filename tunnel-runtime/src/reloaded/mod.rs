@@ -216,7 +216,7 @@ impl<T: Send + 'static> ReloadedFile<T> {
             tokio::select! {
                 () = stop.cancelled() => return,
                 Some(()) = watch.event() => {
-                    watch.settle().await;
+                    stop.run_until_cancelled(watch.settle()).await;
                     // A change of the same size within one clock tick does not change the fingerprint, so read anyway.
                     seen = None;
                 }

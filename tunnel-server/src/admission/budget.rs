@@ -3,9 +3,9 @@
 
 use tunnel_runtime::memory::connections;
 
-/// Bytes that one unauthenticated connection may make the server hold: a head of 64 KiB, TLS, and the state that serves
-/// it.
-const UNAUTHENTICATED: u64 = 96 << 10;
+/// Bytes that one unauthenticated connection may make the server hold: a head of 64 KiB, 128 KiB of HTTP/2 bodies, TLS, and the
+/// state that serves it.
+const UNAUTHENTICATED: u64 = 224 << 10;
 /// Minimum, however little memory there is.
 const LEAST_UNAUTHENTICATED: u32 = 64;
 const LEAST_FILES: u32 = 1024;
@@ -81,8 +81,8 @@ mod tests {
     #[test]
     fn unauthenticated_have_a_sixth_of_the_memory() {
         let unauthenticated = |memory| Budget::of(524_288, memory).unauthenticated;
-        assert_eq!(unauthenticated(2 << 30), 3640);
-        assert_eq!(unauthenticated(256 << 20), 455);
+        assert_eq!(unauthenticated(2 << 30), 1560);
+        assert_eq!(unauthenticated(256 << 20), 195);
         assert_eq!(unauthenticated(0), LEAST_UNAUTHENTICATED);
         assert_eq!(unauthenticated(u64::MAX), u32::MAX);
     }

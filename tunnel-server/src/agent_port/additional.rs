@@ -14,7 +14,7 @@ use tunnel_link::proto::{AgentEvent, Hello};
 use tunnel_runtime::NodeName;
 
 use super::limits::CertifiedPlace;
-use super::link::{End, LinkContext, Transport, finish, notify, refused};
+use super::link::{End, LinkContext, Transport, end_after_last_bytes, finish, notify, refused};
 use crate::session::{Link, Session, Streams};
 
 /// Interval at which an unused link is detected.
@@ -30,7 +30,9 @@ struct Joined {
 impl Drop for Joined {
     fn drop(&mut self) {
         self.session.links.part(&self.link);
-        self.link.over.cancel();
+        // What a client that reads slowly has not received yet is here already; the agent's end closes the link.
+        let (link, ended) = (self.link.clone(), self.link.clone());
+        end_after_last_bytes(&self.session, move || link.connections(), move || ended.over.cancel());
     }
 }
 

@@ -33,7 +33,8 @@ use tunnel_runtime::text::printable;
 use super::additional;
 use super::limits::CertifiedPlace;
 use super::link::{
-    EVENT_SPAN, End, Handover, LinkContext, MAX_EVENTS, Transport, finish, idle, notify, refused,
+    EVENT_SPAN, End, Handover, LinkContext, MAX_EVENTS, Transport, end_after_last_bytes, finish, notify,
+    refused,
 };
 use crate::admission::Shares;
 use crate::pki::{Credential, Refusal};
@@ -44,8 +45,6 @@ use crate::session::{Forgotten, Link, Links, Placing, Session, Streams, spread, 
 const MAX_MESSAGE: usize = 64 << 10;
 /// Pause before an unacknowledged notice is repeated.
 const AGAIN: Duration = Duration::from_secs(1);
-/// Maximum time for the last bytes on the additional links of an agent that has left.
-const LAST_BYTES: Duration = Duration::from_secs(10);
 
 /// Node of the agent's certificate, and what is kept of that.
 #[derive(Clone, Debug)]
@@ -142,18 +141,13 @@ struct Registered<'a> {
 
 impl Drop for Registered<'_> {
     fn drop(&mut self) {
-        let (forgotten, session) = (self.context.sessions.forget(&self.session), self.session.clone());
-        match Handle::try_current() {
-            // The last bytes of additional links are still in flight.
-            Ok(runtime) if forgotten == Forgotten::Leaving && session.links.connections() > 0 => {
-                runtime.spawn(async move {
-                    let delivered = tokio::time::timeout(LAST_BYTES, idle(|| session.links.connections()));
-                    let _ = session.closed.run_until_cancelled(delivered).await;
-                    session.close();
-                });
-            }
-            _ => session.close(),
+        let session = self.session.clone();
+        if self.context.sessions.forget(&session) != Forgotten::Leaving {
+            return session.close();
         }
+        // The last bytes of additional links are still in flight.
+        let (links, ended) = (session.clone(), session.clone());
+        end_after_last_bytes(&session, move || links.links.connections(), move || ended.close());
     }
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use h2::PingPong;
 use h2::client::SendRequest;
+use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
@@ -24,6 +25,8 @@ use crate::session::{Fenced, Session, Sessions};
 
 /// How long an agent may take to acknowledge a notice.
 const NOTICE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Maximum time for the last bytes of a link that has ended, or of the additional links of an agent that has left.
+const LAST_BYTES: Duration = Duration::from_secs(10);
 /// Events that an agent may send within [`EVENT_SPAN`]; more is a flood.
 pub(super) const MAX_EVENTS: u32 = 200;
 pub(super) const EVENT_SPAN: Duration = Duration::from_secs(10);
@@ -147,6 +150,20 @@ pub(super) async fn finish(context: &LinkContext, session: &Session, connections
     }
 }
 
+/// Calls `end` once there are no connections any more, as clients may still receive their last bytes.
+pub(super) fn end_after_last_bytes(
+    session: &Arc<Session>,
+    connections: impl Fn() -> u32 + Send + 'static,
+    end: impl FnOnce() + Send + 'static,
+) {
+    let Some(runtime) = Handle::try_current().ok().filter(|_| connections() > 0) else { return end() };
+    let closed = session.closed.clone();
+    runtime.spawn(async move {
+        let _ = closed.run_until_cancelled(tokio::time::timeout(LAST_BYTES, idle(connections))).await;
+        end();
+    });
+}
+
 /// Returns true if the agent has answered. If not, it may never learn of it: the call is reset, behind which it is as good as lost.
 pub(super) async fn notify(client: &mut AgentClient<Channel>, notice: notice::Notice) -> bool {
     let notice = Notice { notice: Some(notice) };
@@ -164,7 +181,7 @@ pub(super) async fn notify(client: &mut AgentClient<Channel>, notice: notice::No
 }
 
 /// Waits until there are no connections any more.
-pub(super) async fn idle(connections: impl Fn() -> u32) {
+async fn idle(connections: impl Fn() -> u32) {
     let mut tick = tokio::time::interval(Duration::from_millis(20));
     while connections() > 0 {
         tick.tick().await;

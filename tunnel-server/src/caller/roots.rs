@@ -76,6 +76,6 @@ async fn published(client: &kube::Client) -> Result<TrustBundle, String> {
             "ConfigMap {ROOTS_NAMESPACE}/{ROOTS_CONFIGMAP} has no key {KEY}: kube-apiserver runs without --client-ca-file"
         )
     })?;
-    TrustBundle::from_pem(&pem)
+    TrustBundle::from_foreign_pem(&pem)
         .map_err(|error| format!("ConfigMap {ROOTS_NAMESPACE}/{ROOTS_CONFIGMAP}, key {KEY}: {error}"))
 }

@@ -20,8 +20,12 @@ impl Tokens {
     /// Parses the text of a token file. Skips empty lines and those that begin with `#`.
     ///
     /// # Errors
-    /// Names the line and the reason, never the token.
+    /// Names the line and the reason, never the token. A file without any line is an error: a shell empties a file before the
+    /// program runs that writes it.
     pub fn parse(text: &str) -> Result<Self, String> {
+        if text.trim().is_empty() {
+            return Err("it is empty; to accept no token, write a line that begins with #".to_owned());
+        }
         let mut callers = HashMap::new();
         for (number, line) in text.lines().enumerate() {
             let line = line.trim();
@@ -75,7 +79,9 @@ mod tests {
     #[test]
     fn errors_name_the_line_and_not_the_token() {
         assert_eq!(Tokens::parse("# a comment\n\nalices-own-token,a,1\n").unwrap().callers.len(), 1);
+        assert!(Tokens::parse("# none").unwrap().callers.is_empty());
         for (text, reason) in [
+            ("\n", "it is empty; to accept no token, write a line that begins with #"),
             ("\nalices-own-token", "line 2: not TOKEN,USER,UID[,\"GROUP,GROUP\"]"),
             (
                 "alices-token-15,a,1",

@@ -65,17 +65,22 @@ impl Cluster for Lookups {
         let full_name = format!("{name}.{namespace}");
         let slices = request(DEADLINE, "listing EndpointSlices of", &full_name, slices.list(&of_this)).await;
         let slices = slices.map_err(|error| error.to_string())?;
-        let mut found = Vec::new();
+        let (mut found, mut ending) = (Vec::new(), Vec::new());
         for slice in slices {
             let of_slice = slice.ports.unwrap_or_default().into_iter().find(|known| {
                 known.name.as_deref().unwrap_or_default() == port && is_tcp(known.protocol.as_deref())
             });
             let Some(port) = of_slice.and_then(|known| u16::try_from(known.port?).ok()) else { continue };
             for endpoint in slice.endpoints {
+                let conditions = endpoint.conditions.unwrap_or_default();
                 // An unknown readiness counts as ready (EndpointConditions).
-                if endpoint.conditions.and_then(|conditions| conditions.ready) == Some(false) {
-                    continue;
-                }
+                let ready = conditions.ready != Some(false);
+                let ends = conditions.terminating == Some(true) && conditions.serving == Some(true);
+                let found = match (ready, ends) {
+                    (true, _) => &mut found,
+                    (false, true) => &mut ending,
+                    (false, false) => continue,
+                };
                 let node: Option<Box<str>> = endpoint.node_name.map(Into::into);
                 let addresses = endpoint.addresses.iter().filter_map(|address| address.parse().ok());
                 found.extend(
@@ -86,7 +91,8 @@ impl Cluster for Lookups {
                 );
             }
         }
-        Ok(found)
+        // As kube-proxy does (KEP-1669): with a single pod, one that ends serves until the next one is ready.
+        Ok(if found.is_empty() { ending } else { found })
     }
 
     /// Finds a Service by its first cluster IP. Needs Kubernetes 1.31.

@@ -34,7 +34,7 @@ impl CallerFiles {
     pub(super) fn open(config: &ListenersConfig, metrics: &FileMetrics) -> Result<Self, ConfigError> {
         let (policy, roots) = (&config.connect.policy, &config.common.client_ca_file);
         let tokens = &config.common.token_auth_file;
-        let roots_of = |pem: &str| TrustBundle::from_pem(pem).map_err(|error| error.to_string());
+        let roots_of = |pem: &str| TrustBundle::from_foreign_pem(pem).map_err(|error| error.to_string());
         Ok(Self {
             policy: open("--policy", "policy", policy.as_deref(), Policy::parse, metrics)?,
             roots: open("--client-ca-file", "client-ca", roots.as_deref(), roots_of, metrics)?,

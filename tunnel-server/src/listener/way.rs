@@ -10,7 +10,7 @@ use tunnel_routing::RETURN;
 use super::access_log::AccessLogGuard;
 use super::context::{Failed, ListenerContext, OpenRequest};
 use crate::admission::{Full, Share};
-use crate::peers::OnPeer;
+use crate::peers::{OnPeer, Peer};
 use crate::session::{Link, On, PendingStream, Session, Taken};
 
 pub(super) enum Way {
@@ -62,15 +62,22 @@ impl Way {
         mut session: Option<Arc<Session>>,
     ) -> Result<Self, String> {
         let node = &request.node;
+        let mut asked = Vec::new();
         loop {
-            let reasons = match Self::choose(context, request, client, session).await {
+            let reasons = match Self::choose(context, request, client, session, &mut asked).await {
                 Ok(way) => return Ok(way),
                 Err(reasons) => reasons,
             };
             let look_again = match context.router.awaited(node) {
-                Some(awaited) => tokio::time::timeout(RETURN, awaited.cancelled()).await.is_ok(),
-                // The agent may have returned meanwhile.
-                None => context.sessions.get(node).is_some(),
+                Some(awaited) => {
+                    asked.clear();
+                    tokio::time::timeout(RETURN, awaited.cancelled()).await.is_ok()
+                }
+                // The agent may have returned meanwhile, here or at another server.
+                None => {
+                    let is_new = |peer: &Arc<Peer>| !asked.contains(&peer.server_id);
+                    context.sessions.get(node).is_some() || context.peers.holders(node).iter().any(is_new)
+                }
             };
             if look_again {
                 session = context.sessions.get(node);
@@ -85,7 +92,8 @@ impl Way {
     }
 
     /// Asks the other servers one after the other if this one has no session, or a silent one. If no other server has a
-    /// live one, uses the silent session here, or one on another server: its network connection may be back.
+    /// live one, uses the silent session here, or one on another server: its network connection may be back. Passes by those
+    /// that were `asked` before.
     ///
     /// # Errors
     /// No server has a session; the error holds the other servers' reasons.
@@ -94,6 +102,7 @@ impl Way {
         request: &OpenRequest,
         client: SocketAddr,
         session: Option<Arc<Session>>,
+        asked: &mut Vec<String>,
     ) -> Result<Self, String> {
         let node = &request.node;
         if let Some(session) = session.as_ref().filter(|session| !session.links.are_silent()) {
@@ -102,6 +111,10 @@ impl Way {
         let (mut reasons, mut silent) = (Vec::new(), Vec::new());
         reasons.extend(context.peers.refusal(node).map(|refusal| format!("; {refusal}")));
         for peer in context.peers.holders(node) {
+            if asked.contains(&peer.server_id) {
+                continue;
+            }
+            asked.push(peer.server_id.clone());
             match peer.ask(node, request.target, client, true).await {
                 Ok(on_peer) => return Ok(Self::Peer(Box::new(on_peer))),
                 Err(refused) if refused.silent => silent.push(peer),

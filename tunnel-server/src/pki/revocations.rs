@@ -223,7 +223,9 @@ impl RevocationStore {
             }
             tokio::select! {
                 () = stop.cancelled() => return,
-                Some(()) = watch.event() => watch.settle().await,
+                Some(()) = watch.event() => {
+                    stop.run_until_cancelled(watch.settle()).await;
+                }
                 () = tokio::time::sleep(POLL) => {}
             }
         }

@@ -31,6 +31,7 @@ async fn a_services_ready_endpoints_are_found() {
         {"addresses": ["10.244.7.9"], "conditions": {"ready": true}},
         {"addresses": ["10.244.7.10"], "conditions": {"ready": false}},
         {"addresses": ["10.244.7.11"]},
+        {"addresses": ["10.244.7.13"], "conditions": {"ready": false, "serving": true, "terminating": true}},
     ]);
     api.put(SLICES, slice("grafana-1", "grafana", 3000, endpoints));
     api.put(SLICES, slice("other-1", "other", 3000, json!([{"addresses": ["10.244.7.12"]}])));
@@ -46,6 +47,14 @@ async fn a_services_ready_endpoints_are_found() {
         let error = services.endpoints(name, "monitoring", port).await.unwrap().unwrap_err();
         assert!(error.contains(reason), "{error}");
     }
+    let last = json!([
+        {"addresses": ["10.244.7.13"], "conditions": {"ready": false, "serving": true, "terminating": true}},
+        {"addresses": ["10.244.7.14"], "conditions": {"ready": false, "serving": false, "terminating": true}},
+    ]);
+    api.put(SLICES, slice("grafana-1", "grafana", 3000, last));
+    let found = services.endpoints("grafana", "monitoring", 80).await.unwrap().unwrap();
+    let found: Vec<_> = found.iter().map(|endpoint| endpoint.address.to_string()).collect();
+    assert_eq!(found, ["10.244.7.13:3000"], "the last pod serves until the next one is ready");
     api.put(SLICES, slice("grafana-1", "grafana", 3000, json!([])));
     let error = services.endpoints("grafana", "monitoring", 80).await.unwrap().unwrap_err();
     assert_eq!(error, "the Service grafana.monitoring has no ready endpoint");

@@ -46,7 +46,7 @@ impl EgressTls {
     ) -> Result<Self, ConfigError> {
         let pem = |at: usize| texts.get(at).and_then(Option::as_deref).unwrap_or_default();
         let verifier =
-            TrustBundle::from_pem(pem(0)).and_then(|roots| caller_verifier(roots.root_store(), true));
+            TrustBundle::from_foreign_pem(pem(0)).and_then(|roots| caller_verifier(roots.root_store(), true));
         let verifier = verifier.map_err(|error| ca.error(error.to_string()))?;
         let names = names.to_vec();
         let verifier = client_verifier(verifier, move |certificate| {

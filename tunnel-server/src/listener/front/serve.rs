@@ -39,6 +39,8 @@ const IDLE: Duration = Duration::from_secs(45);
 const REQUEST: &str = "request";
 /// Maximum number of concurrent requests of a connection; further ones wait.
 const MAX_STREAMS: u32 = 128;
+/// Bytes of bodies that a client may send on an HTTP/2 connection before they are taken: before it is authenticated nobody does.
+const UNREAD: u32 = 128 << 10;
 
 impl Front {
     /// Serves a connection until it ends. `prefix` was already read from it; `place` is its own.
@@ -259,6 +261,8 @@ where
         .timer(TokioTimer::new())
         .max_concurrent_streams(MAX_STREAMS)
         .max_header_list_size(u32::try_from(MAX_HEAD).unwrap_or(u32::MAX))
+        .initial_stream_window_size(UNREAD)
+        .initial_connection_window_size(UNREAD)
         .keep_alive_interval(IDLE);
     let connection = builder.serve_connection(TokioIo::new(stream), service_fn(answer));
     let mut connection = std::pin::pin!(connection);

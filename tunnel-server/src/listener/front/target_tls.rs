@@ -126,7 +126,8 @@ impl Material {
         });
         let verifier = match ca {
             Some((file, Some(pem))) => {
-                let bundle = TrustBundle::from_pem(pem).map_err(|error| file.error(error.to_string()))?;
+                let bundle =
+                    TrustBundle::from_foreign_pem(pem).map_err(|error| file.error(error.to_string()))?;
                 let roots = Arc::new(bundle.root_store());
                 let verifier = WebPkiServerVerifier::builder_with_provider(roots, provider()).build();
                 Some(verifier.map_err(|error| file.error(error.to_string()))?)
