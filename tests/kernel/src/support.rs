@@ -242,9 +242,10 @@ pub(crate) fn fails(to: SocketAddr, errno: i32) {
 /// Waits until `condition` holds.
 #[track_caller]
 pub(crate) fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(15);
+    // On a busy machine everything may take ten times as long.
+    let deadline = Instant::now() + Duration::from_secs(60);
     while !condition() {
-        assert!(Instant::now() < deadline, "not within 15 s: {what}");
+        assert!(Instant::now() < deadline, "not within 60 s: {what}");
         thread::sleep(Duration::from_millis(5));
     }
 }

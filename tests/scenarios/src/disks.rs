@@ -16,6 +16,7 @@ use postern_testbed::wait::wait_for;
 use rcgen::KeyPair;
 
 use crate::common::{server, target};
+use crate::identity::{EXPIRES, renewed_soon};
 
 scenarios! {
     an_agent_without_a_writable_disk_stays_reachable(waits, limit = 240, quick),
@@ -78,12 +79,11 @@ async fn an_agent_without_a_writable_disk_stays_reachable(testbed: &Testbed) -> 
     let mut agent = builder.mounts_of(disk.keeper.pid()).token(server.token("edge-1")?).spawn()?;
     server.wait_connected("edge-1", true, agent::START).await?;
 
-    // A certificate of 100 s, of which 75 have passed: it is renewed 5 s from now, and expires in 25.
     agent.crash(&server).await?;
     let key = KeyPair::from_pem(&fs::read_to_string(disk.file("agent.key"))?).context("agent.key")?;
-    let begin = SystemTime::now() - Duration::from_secs(375);
-    let end = SystemTime::now() + Duration::from_secs(25);
-    let old = Authority::open(&testbed.dir().join("server"))?.agent("edge-1", &key, begin..end)?;
+    let valid = renewed_soon();
+    let end = valid.end;
+    let old = Authority::open(&testbed.dir().join("server"))?.agent("edge-1", &key, valid)?;
     fs::write(disk.file("agent.crt"), &old)?;
     testbed.expect_error("No space left on device");
     testbed.expect_error("failed to store the new certificate or trusted roots, retrying");
@@ -94,7 +94,7 @@ async fn an_agent_without_a_writable_disk_stays_reachable(testbed: &Testbed) -> 
     agent.wait_metric_for(Duration::from_secs(60), name, &renewed, |count| count > 0.0).await?;
     ensure!(fs::read_to_string(disk.file("agent.crt"))? == old, "the disk was not full");
     // With the old certificate it could no longer attach.
-    wait_for("the old certificate to expire", Duration::from_secs(60), async || {
+    wait_for("the old certificate to expire", 2 * EXPIRES, async || {
         Ok((SystemTime::now() > end).then_some(()))
     })
     .await?;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::client::{self, End, connect, digest, echo, end_after, pattern_digest, visit};
 use postern_testbed::percentiles::Times;
+use postern_testbed::process::Process;
 use postern_testbed::report::figure;
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::{wait_for, while_running};
@@ -64,29 +65,45 @@ async fn bulk_both_ways(testbed: &Testbed) -> Result<()> {
 /// every 4 KiB or two, and a fifth of the throughput.
 async fn bulk_without_page_faults(testbed: &Testbed) -> Result<()> {
     const WARM_UP: u64 = 200_000_000;
-    const GIGABYTE: u64 = 1_000_000_000;
-    // The goal is 1,000. On a busy machine more is in flight, now and then more than ever before.
-    const MOST: u64 = 10_000;
     let (server, agent) = server_and_agent(testbed).await?;
     let programs = [("server", &server.process), ("agent", &agent.process)];
     let target = load_target::Target::start(testbed, 1).await?;
     let mut over = Vec::new();
     for way in [Way::Down, Way::Up] {
         transfer(&target, way, WARM_UP).await?;
-        let faults =
-            || programs.iter().map(|(_, process)| process.minor_faults()).collect::<Result<Vec<_>>>();
-        let before = faults()?;
-        transfer(&target, way, GIGABYTE).await?;
-        for (((program, process), before), after) in programs.iter().zip(before).zip(faults()?) {
-            let line = format!("{way:?}, {program}: {} page faults for a gigabyte", after - before);
-            figure(&format!("{line}, {} MB resident", process.resident_bytes()? / 1_000_000));
-            if after - before > MOST {
-                over.push(line);
-            }
+        let mut of_gigabyte = many_page_faults(&target, way, &programs).await?;
+        if !of_gigabyte.is_empty() {
+            // The memory for more than was ever in flight before is there to be used again.
+            of_gigabyte = many_page_faults(&target, way, &programs).await?;
+        }
+        over.extend(of_gigabyte);
+    }
+    ensure!(over.is_empty(), "{} ({MOST_FAULTS} are expected at most)", over.join("; "));
+    Ok(())
+}
+
+/// The goal is 1,000 for a gigabyte. On a busy machine more is in flight, now and then more than ever before.
+const MOST_FAULTS: u64 = 10_000;
+
+/// Transfers a gigabyte, and reports the page faults of each program. Returns the lines of those with too many.
+async fn many_page_faults(
+    target: &load_target::Target<'_>,
+    way: Way,
+    programs: &[(&str, &Process)],
+) -> Result<Vec<String>> {
+    const GIGABYTE: u64 = 1_000_000_000;
+    let faults = || programs.iter().map(|(_, process)| process.minor_faults()).collect::<Result<Vec<_>>>();
+    let before = faults()?;
+    transfer(target, way, GIGABYTE).await?;
+    let mut over = Vec::new();
+    for (((program, process), before), after) in programs.iter().zip(before).zip(faults()?) {
+        let line = format!("{way:?}, {program}: {} page faults for a gigabyte", after - before);
+        figure(&format!("{line}, {} MB resident", process.resident_bytes()? / 1_000_000));
+        if after - before > MOST_FAULTS {
+            over.push(line);
         }
     }
-    ensure!(over.is_empty(), "{} ({MOST} are expected at most)", over.join("; "));
-    Ok(())
+    Ok(over)
 }
 
 #[derive(Clone, Copy, Debug)]

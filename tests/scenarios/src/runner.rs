@@ -111,9 +111,13 @@ fn prepare() -> Result<()> {
     remove_everything_on_signals()
 }
 
+/// Factor between a scenario's own limit and the time at which it is killed: on a busy machine it may take several times as
+/// long, and only one that hangs is to be killed.
+const BUSY: u32 = 3;
+
 /// Returns a scenario's time limit, plus the requested duration of a soak or chaos run.
 fn limit(scenario: &Scenario) -> Duration {
-    scenario.limit + [soak::asked(), chaos::asked()].into_iter().flatten().sum::<Duration>()
+    BUSY * scenario.limit + [soak::asked(), chaos::asked()].into_iter().flatten().sum::<Duration>()
 }
 
 /// Returns the remaining time of this process's scenario.

@@ -26,7 +26,7 @@ pub(crate) struct Scenario {
     waits: bool,
     /// True if it needs another edge with the address of edge 1, in a site of its own.
     pub(crate) twin: bool,
-    /// Time after which its process is killed.
+    /// Time limit on a machine that does nothing else; the runner kills its process after a multiple of it.
     pub(crate) limit: Duration,
     /// The scenario itself, run inside the cloud's cgroup and namespace.
     pub(crate) run: for<'a> fn(&'a Testbed) -> Run<'a>,

@@ -2,13 +2,14 @@
 use std::cell::Cell;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::client::{self, connect_from, echo, end_of, visit};
 use postern_testbed::netns::Namespace;
+use postern_testbed::report::progress;
 use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::{wait_for, wait_until};
@@ -32,6 +33,8 @@ scenarios! {
 const APART: Duration = Duration::from_secs(45);
 /// Time limit for an agent to drop a session that it no longer needs.
 const SETTLED: Duration = Duration::from_secs(30);
+/// Silence that a session survives for certain: it ends after 12 s.
+const SURVIVED: Duration = Duration::from_secs(10);
 
 /// Opens a connection through the https listener of the second server.
 pub(crate) async fn through_second(neighbour: &Namespace) -> Result<TcpStream> {
@@ -155,13 +158,19 @@ async fn a_silent_one_is_passed_by(testbed: &Testbed) -> Result<()> {
     alongside("a session with the other server", on_edge.address, pause(1)).await?;
 
     let rules = ["INPUT -p tcp --dport 10262 -j DROP", "OUTPUT -p tcp --sport 10262 -j DROP"];
+    let silent = Instant::now();
     rules.iter().try_for_each(|rule| neighbour.iptables(&format!("-I {rule}")))?;
     first.wait_connected("edge-1", true, client::PATIENCE).await.context("another takes its place")?;
     visit(on_edge.address).await?;
     rules.iter().try_for_each(|rule| neighbour.iptables(&format!("-D {rule}")))?;
+    let silent = silent.elapsed();
     first.wait_connected("edge-1", false, agent::START + SETTLED).await.context("its substitute is left")?;
     ensure!(second.is_connected("edge-1").await?, "the second server has lost its agent");
-    agent.expect_metric("postern_agent_sessions_started_total", &[], 2.0).await?;
+    if silent < SURVIVED {
+        agent.expect_metric("postern_agent_sessions_started_total", &[], 2.0).await?;
+    } else {
+        progress(&format!("silent for {silent:.1?}: the agent may have begun a third session"));
+    }
     alongside("the session that was silent", on_edge.address, pause(1)).await
 }
 

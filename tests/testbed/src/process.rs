@@ -14,6 +14,9 @@ use crate::cgroup::{Cgroup, MemoryLimit};
 use crate::netns::Namespace;
 use crate::wait::wait_for;
 
+/// Time limit for a process to end, or to stop, once it has been told to by a signal that it cannot catch.
+const ENDS: Duration = Duration::from_secs(60);
+
 /// The host that a process runs on.
 #[derive(Debug, Clone, Copy)]
 pub struct Placement<'a> {
@@ -202,13 +205,13 @@ impl Process {
             }
             Ok(Some(()))
         };
-        wait_for(&format!("{} to stop", self.name), Duration::from_secs(10), stopped).await
+        wait_for(&format!("{} to stop", self.name), ENDS, stopped).await
     }
 
     /// Sends SIGKILL, as in a crash.
     pub async fn crash(&mut self) -> Result<()> {
         self.signal(Signal::SIGKILL)?;
-        self.wait_exit(Duration::from_secs(10)).await.map(drop)
+        self.wait_exit(ENDS).await.map(drop)
     }
 
     /// Sends SIGTERM and returns the exit status.

@@ -23,8 +23,11 @@ use crate::process::{self, Placement, Process, Version};
 use crate::topology::{CLOUD, CloudHost, NEIGHBOUR, Testbed};
 use crate::wait::{wait_for, wait_until};
 
-/// Time limit until /readyz of a server answers 200.
-pub const START: Duration = Duration::from_secs(20);
+/// Time limit until /readyz of a server answers 200. It only bounds a failure, and a busy machine may need ten times as long
+/// as others.
+pub const START: Duration = Duration::from_secs(60);
+/// Time limit for a line that a server writes to its log.
+const LOGGED: Duration = Duration::from_secs(60);
 /// Ports that a testbed's redirect serves.
 pub const PORTS: &str = "10250,10255,9100,9101,9102,9103,9104,9105";
 
@@ -486,7 +489,7 @@ impl<'a> Server<'a> {
     pub async fn wait_access(&self, what: &str, accept: impl Fn(&AccessLine) -> bool) -> Result<AccessLine> {
         let lines = wait_until(
             &format!("an access line: {what}"),
-            Duration::from_secs(10),
+            LOGGED,
             async || {
                 let mut lines = access_log::parse(&self.process.output()?);
                 let fits = lines.iter().position(&accept);
@@ -504,7 +507,7 @@ impl<'a> Server<'a> {
 
     /// Waits for a text in the log of the current process; earlier processes' lines do not count.
     pub async fn wait_log(&self, text: &str) -> Result<()> {
-        wait_for(&format!("the server's log to contain {text:?}"), Duration::from_secs(15), async || {
+        wait_for(&format!("the server's log to contain {text:?}"), LOGGED, async || {
             Ok(self.process.output()?.contains(text).then_some(()))
         })
         .await

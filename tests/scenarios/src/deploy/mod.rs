@@ -105,6 +105,8 @@ const DOCUMENT: &str = concat!(
 );
 const PROGRAMS: [(&str, &str); 2] = [("tunnel-server", CLOUD_NODE), ("tunnel-agent", EDGE_NODE)];
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Interval at which a rolling update is looked at.
+const LOOK: Duration = Duration::from_millis(500);
 
 async fn manifests_run_unchanged(testbed: &Testbed) -> Result<()> {
     let mut cluster = Cluster::start(testbed).await?;
@@ -367,9 +369,14 @@ async fn restart(cluster: &Cluster<'_>, program: &str, nodes: u32) -> Result<()>
             let said = kubectl.run(&["exec", "talker", "--", "echo", "there"]).await?;
             ensure!(said.trim() == "there", "kubectl exec: {said}");
             asked.set(asked.get() + 1);
-            if !begun.get() {
-                begun.set(new_is_ready(kubectl, program, &before).await?);
-            }
+        }
+        Ok(())
+    };
+    // Beside the other commands, each of which may take seconds: behind them it would be noticed too late.
+    let look = async {
+        while !begun.get() && !updated.get() {
+            begun.set(new_is_ready(kubectl, program, &before).await?);
+            tokio::time::sleep(LOOK).await;
         }
         Ok(())
     };
@@ -381,7 +388,7 @@ async fn restart(cluster: &Cluster<'_>, program: &str, nodes: u32) -> Result<()>
         }
         Ok(())
     };
-    tokio::try_join!(update, ask, follow)?;
+    tokio::try_join!(update, ask, look, follow)?;
     figure(&format!("kubectl logs and exec {} times during a rolling update", asked.get()));
     // A pod that has handed over may still finish its connections.
     let now = async || running(kubectl, program).await;

@@ -49,12 +49,13 @@ async fn the_way_to_an_agent_is_measured(testbed: &Testbed) -> Result<()> {
     figure(&format!("bench over {ROUND_TRIP} ms: {out}").replace('\n', " "));
     let (code, out, error) = bench(testbed, &["edge-1"]).await?;
     ensure!(code == 0 && out.contains("round trip") && out.contains("limited by"), "{out}{error}");
-    // The number of runs per minute is limited.
+    // The number of runs per minute is limited. On a busy machine the first ones may be a minute ago when it is reached.
     let mut refused = String::new();
-    for _ in 0..3 {
+    for _ in 0..8 {
         let (code, _, error) = bench(testbed, &["edge-1"]).await?;
         if code != 0 {
             refused = error;
+            break;
         }
     }
     ensure!(refused.contains("12 measurements have begun within a minute"), "{refused}");

@@ -108,6 +108,8 @@ pub(super) async fn fine_again(testbed: &Testbed) -> Result<()> {
 
 async fn what_others_take_from_the_kernel_is_found(testbed: &Testbed) -> Result<()> {
     let server = Builder::new(testbed).start().await?;
+    // Only if the self-test runs while the route is another program's.
+    testbed.allow_error("redirect verification failed");
     // The server restores a lost route at once, but not one that another program has taken.
     testbed.cloud.ip("route replace unreachable 198.18.0.0/15 table local")?;
     let said = doctor(testbed, &[]).await?;

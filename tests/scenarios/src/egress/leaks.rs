@@ -109,11 +109,12 @@ async fn failure([grpc, http]: [&Path; 2], asked: &str, number: usize) -> Result
 
 async fn timed_out(sockets: [&Path; 2], number: usize) -> Result<()> {
     let answer = failure(sockets, "edge-1:9103", number).await?;
-    ensure!(
-        answer.starts_with("HTTP/1.1 504 ") || answer.contains("i/o timeout"),
-        "a dial that timed out was answered {answer:?}"
-    );
+    ensure!(is_timeout(&answer), "a dial that timed out was answered {answer:?}");
     Ok(())
+}
+
+fn is_timeout(answer: &str) -> bool {
+    answer.starts_with("HTTP/1.1 504 ") || answer.contains("i/o timeout")
 }
 
 /// Loses the tunnel of edge 2 while dials are in flight.
@@ -126,10 +127,15 @@ async fn lost(server: &Server<'_>, agent: &mut Agent<'_>, socket: &Path) -> Resu
     }
     server.expect_metric("postern_connections_active", &[], FEW as f64).await?;
     agent.crash(server).await?;
+    let mut lost = 0;
     while let Some(done) = under_way.join_next().await {
         let answer = done??;
-        ensure!(answer.contains("lost"), "a dial whose tunnel was lost was answered {answer:?}");
+        let is_lost = answer.contains("lost");
+        // On a busy machine the agent may have given up the first ones before it was killed.
+        ensure!(is_lost || is_timeout(&answer), "a dial whose tunnel was lost was answered {answer:?}");
+        lost += usize::from(is_lost);
     }
+    ensure!(lost > 0, "every dial had timed out before its tunnel was lost");
     Ok(())
 }
 

@@ -9,10 +9,13 @@ use postern_testbed::wait::wait_until;
 
 use super::checks::Checks;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Time limit of the check, with the start of the programs.
+const LIMIT: Duration = Duration::from_secs(180);
 
 pub(super) async fn run(checks: &mut Checks, cluster: &Cluster<'_>) {
-    checks.run("Prometheus scrapes every node by its own address", scrapes(cluster)).await;
+    let check = scrapes(cluster);
+    checks.run_within(LIMIT, "Prometheus scrapes every node by its own address", check).await;
 }
 
 async fn scrapes(cluster: &Cluster<'_>) -> Result<()> {

@@ -173,10 +173,7 @@ impl<'a> Masters<'a> {
             Ok(node.and_then(|node| node["via"].as_array().map(Vec::len)))
         };
         wait_until("the server to know who has the edge", NOTICED, via, |via| *via == Some(1)).await?;
-        // The kernel's routes follow a moment later.
-        let reached = async || works(kubectl).await;
-        wait_until("the edge, by a server that nobody told of the other", NOTICED, reached, |()| true)
-            .await?;
+        works_soon(kubectl).await.context("by a server that nobody told of the other")?;
         let forwarded = async || Ok(server.access_log()?.split_off(before));
         wait_until("a connection that was forwarded", NOTICED, forwarded, |lines| {
             lines.iter().any(|line| line.text("outcome") == "ok" && !line.text("via").is_empty())
@@ -192,10 +189,10 @@ impl<'a> Masters<'a> {
         let start = Instant::now();
         self.wait_attached(&[1 - near]).await?;
         figure(&format!("the agent has another session {:.1?} after its server was killed", start.elapsed()));
-        works(&self.kubectl[1 - near]).await?;
+        works_soon(&self.kubectl[1 - near]).await?;
         self.servers[near].start_again().await?;
         self.wait_peers(1).await?;
-        works(&self.kubectl[near]).await
+        works_soon(&self.kubectl[near]).await
     }
 
     async fn attach_to_both(&self, mut agent: Agent<'a>, manifests: &Manifests) -> Result<Agent<'a>> {
@@ -248,7 +245,7 @@ impl<'a> Masters<'a> {
         self.wait_attached(&[0, 1]).await?;
         self.wait_peers(1).await?;
         ensure!(self.apiserver.ended()?.is_none(), "the second API server has ended");
-        works(&self.kubectl[0]).await?;
+        works_soon(&self.kubectl[0]).await?;
         let now = self.said().await?;
         ensure!(now == said, "the cluster says that the edge was away: {now:?} after {said:?}");
         Ok(())
@@ -323,6 +320,12 @@ impl<'a> Masters<'a> {
 async fn works(kubectl: &Kubectl) -> Result<()> {
     commands::logs(kubectl).await?;
     commands::exec(kubectl).await
+}
+
+/// As [`works`], right after a status has said that the edge is reached: the kernel's routes follow a moment later.
+async fn works_soon(kubectl: &Kubectl) -> Result<()> {
+    let reached = async || works(kubectl).await;
+    wait_until("kubectl to reach the edge", NOTICED, reached, |()| true).await
 }
 
 /// Runs commands one after the other, each on a new connection, none of which may fail.

@@ -12,7 +12,7 @@ use tokio::net::TcpStream;
 use crate::common::skip;
 
 /// Time limit for a program to end once it has no connections.
-pub(super) const ENDS: Duration = Duration::from_secs(20);
+pub(super) const ENDS: Duration = Duration::from_secs(60);
 /// Bytes of a download during which a program is replaced.
 pub(crate) const LENGTH: u64 = 30_000_000;
 

@@ -13,24 +13,30 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::timeout;
 
 use super::{PATIENCE, on_each_link, wait_links};
-use crate::common::{hold, server, server_and_agent, target};
+use crate::common::{hold, server, target};
 
 pub(super) async fn an_agent_that_stops_sends_what_it_has(testbed: &Testbed) -> Result<()> {
     let _wan = testbed.wan(1, Path::asymmetric(60, 10_000_000, 5_000_000))?;
-    let (server, mut agent) = server_and_agent(testbed).await?;
+    let server = server(testbed).await?;
+    // A busy machine may need longer for the download than an agent waits by default.
+    let mut agent = Agent::enrol_with(&server, 1, &["--drain-timeout=2m"]).await?;
     let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
     let source = target(testbed, 1, 9100, Behaviour::Source(3, 3_000_000))?;
     let held = hold(shell.address, b"login").await?;
     wait_links(&server, &[1, 0]).await?;
     // On an additional link, to which the agent still has data to send after reading everything.
+    let address = source.address;
     let downloading = tokio::spawn(async move {
-        let mut stream = connect(source.address).await?;
+        let mut stream = connect(address).await?;
         // The client half-closes, so the agent's work is done once it has read everything.
         stream.shutdown().await?;
         digest(&mut stream).await
     });
     wait_until("the download", PATIENCE, async || on_each_link(&server).await, |on| on.get(1) == Some(&1))
         .await?;
+    // The server counts it before the agent has it; one that the agent gets while it stops is refused.
+    let dialled = async || Ok(source.connections());
+    wait_until("the agent to dial the source", PATIENCE, dialled, |connections| *connections == 1).await?;
     drop(held);
     agent.process.signal(Signal::SIGTERM)?;
     let got = downloading.await.context("the download")??;

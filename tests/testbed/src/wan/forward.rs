@@ -11,8 +11,9 @@ use tun_rs::SyncDevice;
 
 use super::line::Line;
 
-/// Maximum number of packets read before due packets are delivered.
-const BATCH: usize = 64;
+/// Maximum number of packets read before due packets are delivered: a device's whole queue (`txqueuelen`), so that the time
+/// since which they were sent is known.
+const BATCH: u32 = 2000;
 /// Polling interval while packets flow: a wakeup per packet costs more CPU than forwarding it. A packet on an idle line
 /// is not delayed by it if the line's delay is longer.
 const GATHERED: Duration = Duration::from_micros(500);
@@ -65,30 +66,39 @@ fn run(line: &Mutex<Line>, from: &SyncDevice, to: &SyncDevice, stop: &AtomicBool
     let _ = nix::sys::prctl::set_timerslack(1);
     let start = Instant::now();
     let mut buffer = vec![0; LARGEST_PACKET];
-    let mut arrived = Vec::new();
+    let (mut read, mut arrived) = (Vec::new(), Vec::new());
+    // Time at which nothing was left to read.
+    let mut before = Duration::ZERO;
     while !stop.load(Ordering::Relaxed) {
-        let (read, next) = {
+        let mut count = 0;
+        while count < BATCH {
+            // Reading fails while the namespace is being removed: there is nothing left to forward.
+            let Ok(n) = from.recv(&mut buffer) else { break };
+            read.push(buffer[..n].to_vec());
+            count += 1;
+        }
+        let now = start.elapsed();
+        // They were sent one after the other, however long this thread waited for a processor meanwhile.
+        let apart = (now - before).checked_div(count).unwrap_or_default();
+        let next = {
             let mut line = lock(line);
-            let mut read = 0;
-            while read < BATCH {
-                // Reading fails while the namespace is being removed: there is nothing left to forward.
-                let Ok(n) = from.recv(&mut buffer) else { break };
-                line.offer(start.elapsed(), &buffer[..n]);
-                read += 1;
+            for packet in read.drain(..) {
+                before += apart;
+                line.offer(before, now, packet);
             }
-            let now = start.elapsed();
             arrived.extend(std::iter::from_fn(|| line.take(now)));
-            (read, line.next())
+            line.next()
         };
+        before = now;
         let delivered = arrived.len();
         for packet in arrived.drain(..) {
             // A device that is down drops it, as a real one would.
             let _ = to.send(&packet);
         }
-        if read == BATCH {
+        if count == BATCH {
             continue;
         }
-        if read + delivered > 0 {
+        if count > 0 || delivered > 0 {
             std::thread::sleep(GATHERED);
             continue;
         }

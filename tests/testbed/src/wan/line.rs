@@ -27,6 +27,8 @@ pub(super) struct Line {
     burst: bool,
     /// Time at which the line has sent all packets that it has accepted.
     free_at: Duration,
+    /// As `free_at`, if each had been offered when it was sent: decides whether there is room for the next one.
+    on_time: Duration,
     /// Packets in flight, sorted by time of arrival.
     under_way: VecDeque<(Duration, Vec<u8>)>,
     counts: Counts,
@@ -44,6 +46,7 @@ impl Line {
             random: StdRng::seed_from_u64(seed),
             burst: false,
             free_at: Duration::ZERO,
+            on_time: Duration::ZERO,
             under_way: VecDeque::new(),
             counts: Counts::default(),
         };
@@ -73,8 +76,9 @@ impl Line {
         self.counts
     }
 
-    /// Accepts or drops a packet that enters at `now`.
-    pub(super) fn offer(&mut self, now: Duration, packet: &[u8]) {
+    /// Accepts or drops a packet that was sent at `sent` and enters at `now`. It finds the room that it would have found at
+    /// `sent`: a machine that is late delays packets, but loses none.
+    pub(super) fn offer(&mut self, sent: Duration, now: Duration, packet: Vec<u8>) {
         // Drawn for every packet, so that the fate of one does not depend on the arrival times of others.
         let lost = self.loses();
         let late = self.reordered > 0.0 && self.random.random_bool(self.reordered);
@@ -82,19 +86,21 @@ impl Line {
             self.counts.lost += 1;
             return;
         }
-        let begins = self.free_at.max(now);
-        let waiting = (begins - now).as_secs_f64() * self.rate as f64 / 8.0;
+        let begins = self.on_time.max(sent);
+        let waiting = (begins - sent).as_secs_f64() * self.rate as f64 / 8.0;
         if waiting + packet.len() as f64 > self.buffer {
             self.counts.overflowed += 1;
             return;
         }
-        self.free_at = begins + Duration::from_secs_f64(packet.len() as f64 * 8.0 / self.rate as f64);
+        let takes = Duration::from_secs_f64(packet.len() as f64 * 8.0 / self.rate as f64);
+        self.on_time = begins + takes;
+        self.free_at = self.free_at.max(now) + takes;
         let mut arrives = self.free_at + self.delay;
         if late {
             arrives += self.delay / 2;
         }
         let place = self.under_way.iter().rposition(|(at, _)| *at <= arrives).map_or(0, |before| before + 1);
-        self.under_way.insert(place, (arrives, packet.to_vec()));
+        self.under_way.insert(place, (arrives, packet));
     }
 
     /// Takes the next packet that has arrived by `now`.
@@ -139,12 +145,17 @@ mod tests {
         Line::new(path, path.up, 7)
     }
 
+    /// Offers a packet when it is sent.
+    fn offer(line: &mut Line, now: Duration, packet: &[u8]) {
+        line.offer(now, now, packet.to_vec());
+    }
+
     #[test]
     fn a_packet_takes_its_time_on_the_line_and_half_a_round_trip() {
         // 10,000 bits at 1 Mbit/s: 10 ms each.
         let mut line = line(&Path::new(100, 1));
-        line.offer(ms(0), &PACKET);
-        line.offer(ms(0), &PACKET);
+        offer(&mut line, ms(0), &PACKET);
+        offer(&mut line, ms(0), &PACKET);
         assert_eq!(line.next(), Some(ms(60)));
         assert_eq!(line.take(ms(59)), None);
         assert!(line.take(ms(60)).is_some());
@@ -158,18 +169,38 @@ mod tests {
         // A buffer of one round trip: 1,000,000 bytes at 80 Mbit/s and 100 ms.
         let mut line = line(&Path::new(100, 80));
         for _ in 0..1000 {
-            line.offer(ms(0), &PACKET);
+            offer(&mut line, ms(0), &PACKET);
         }
         assert_eq!(line.counts().overflowed, 200);
-        line.offer(ms(1), &PACKET);
+        offer(&mut line, ms(1), &PACKET);
         assert_eq!(line.counts().overflowed, 200, "8 have been sent meanwhile");
+    }
+
+    #[test]
+    fn packets_that_are_offered_late_find_the_room_of_when_they_were_sent() {
+        // A buffer of 24 packets, each of which takes 10 ms on the line.
+        let mut late = line(&Path::new(10, 1));
+        for number in 1..=40 {
+            late.offer(ms(10 * number), ms(400), PACKET.to_vec());
+        }
+        assert_eq!(late.counts().overflowed, 0);
+        // Not before their time on the line and half a round trip.
+        assert_eq!(late.next(), Some(ms(415)));
+        let arrived = std::iter::from_fn(|| late.take(ms(804))).count();
+        assert_eq!(arrived, 39);
+
+        let mut together = line(&Path::new(10, 1));
+        for _ in 0..40 {
+            offer(&mut together, ms(400), &PACKET);
+        }
+        assert!(together.counts().overflowed > 10, "{:?}", together.counts());
     }
 
     fn lost(path: &Path) -> Vec<bool> {
         let mut line = line(path);
         let fate = (0..100_000).map(|at| {
             let before = line.counts().lost;
-            line.offer(Duration::from_secs(at), &PACKET);
+            offer(&mut line, Duration::from_secs(at), &PACKET);
             line.take(Duration::from_secs(at + 1));
             line.counts().lost > before
         });
@@ -197,7 +228,7 @@ mod tests {
         path.reordered = 0.5;
         let mut line = line(&path);
         for number in 0..100u8 {
-            line.offer(ms(u64::from(number)), &[number; 100]);
+            offer(&mut line, ms(u64::from(number)), &[number; 100]);
         }
         let order: Vec<u8> = std::iter::from_fn(|| line.take(ms(1000))).map(|packet| packet[0]).collect();
         assert_eq!(order.len(), 100);
@@ -207,12 +238,12 @@ mod tests {
     #[test]
     fn an_outage_loses_everything() {
         let mut line = line(&Path::new(100, 1000));
-        line.offer(ms(0), &PACKET);
+        offer(&mut line, ms(0), &PACKET);
         line.set_out(true);
-        line.offer(ms(1), &PACKET);
+        offer(&mut line, ms(1), &PACKET);
         assert_eq!((line.next(), line.counts().lost), (None, 2));
         line.set_out(false);
-        line.offer(ms(2), &PACKET);
+        offer(&mut line, ms(2), &PACKET);
         assert!(line.take(ms(100)).is_some());
     }
 }
