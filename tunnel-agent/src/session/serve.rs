@@ -52,6 +52,7 @@ pub(super) async fn serve(
         }
     };
     let on_purpose = matches!(end, SessionEnd::Draining | SessionEnd::Stopping);
+    let mut patience = if on_purpose { DRAIN_CLOSE_TIMEOUT } else { CLOSE_TIMEOUT };
     if on_purpose && !session.stop.is_cancelled() {
         // The server opens no more streams then. Those that it has just opened are served, and it closes the link behind them.
         session.farewell.cancel();
@@ -61,12 +62,14 @@ pub(super) async fn serve(
             Some(_) = watching.join_next() => {}
             () = session.stop.cancelled() => {}
         }
+        patience = CLOSE_TIMEOUT;
     }
     // Resets all open connections. The GOAWAY says that this was on purpose.
     session.stop.cancel();
     session.release();
-    let forced = session.shared.runtime.shutdown.is_forced();
-    let patience = if on_purpose && !forced { DRAIN_CLOSE_TIMEOUT } else { CLOSE_TIMEOUT };
+    if session.shared.runtime.shutdown.is_forced() {
+        patience = CLOSE_TIMEOUT;
+    }
     tokio::select! {
         () = close(&session, &mut link, patience) => {}
         // A server that has gone silent is not waited for.
