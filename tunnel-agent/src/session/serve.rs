@@ -51,30 +51,32 @@ pub(super) async fn serve(
             accepted = accept(&session, &service, &mut link) => if let Err(end) = accepted { break end },
         }
     };
-    let on_purpose = matches!(end, SessionEnd::Draining | SessionEnd::Stopping);
-    let mut patience = if on_purpose { DRAIN_CLOSE_TIMEOUT } else { CLOSE_TIMEOUT };
-    if on_purpose && !session.stop.is_cancelled() {
-        // The server opens no more streams then. Those that it has just opened are served, and it closes the link behind them.
-        session.farewell.cancel();
-        let served = async { while accept(&session, &service, &mut link).await.is_ok() {} };
-        tokio::select! {
-            _ = tokio::time::timeout(DRAIN_CLOSE_TIMEOUT, served) => {}
-            Some(_) = watching.join_next() => {}
-            () = session.stop.cancelled() => {}
+    let ending = async {
+        let on_purpose = matches!(end, SessionEnd::Draining | SessionEnd::Stopping);
+        let mut patience = if on_purpose { DRAIN_CLOSE_TIMEOUT } else { CLOSE_TIMEOUT };
+        if on_purpose && !session.stop.is_cancelled() {
+            // The server opens no more streams then. Those that it has just opened are served, and it closes the link behind
+            // them.
+            session.farewell.cancel();
+            let served = async { while accept(&session, &service, &mut link).await.is_ok() {} };
+            let _ = session.stop.run_until_cancelled(tokio::time::timeout(patience, served)).await;
+            patience = CLOSE_TIMEOUT;
         }
-        patience = CLOSE_TIMEOUT;
-    }
-    // Resets all open connections. The GOAWAY says that this was on purpose.
-    session.stop.cancel();
-    session.release();
-    if session.shared.runtime.shutdown.is_forced() {
-        patience = CLOSE_TIMEOUT;
-    }
+        // Resets all open connections. The GOAWAY says that this was on purpose.
+        session.stop.cancel();
+        session.release();
+        if session.shared.runtime.shutdown.is_forced() {
+            patience = CLOSE_TIMEOUT;
+        }
+        close(&session, &mut link, patience).await;
+    };
     tokio::select! {
-        () = close(&session, &mut link, patience) => {}
+        () = ending => {}
         // A server that has gone silent is not waited for.
         Some(_) = watching.join_next() => {}
     }
+    session.stop.cancel();
+    session.release();
     end
 }
 

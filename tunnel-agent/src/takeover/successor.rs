@@ -96,7 +96,10 @@ impl Succession {
             let mut renewals = None;
             self.serve(&mut *stream, &mut renewals).await;
             if self.closed.is_cancelled() {
-                listener.remove();
+                // The successor's own successor may be about to replace it, between a look and the removal.
+                if !self.runtime.handover.has_passed() {
+                    listener.remove();
+                }
                 return renewals;
             }
             drop(renewals);

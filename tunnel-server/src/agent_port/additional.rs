@@ -30,7 +30,7 @@ struct Joined {
 impl Drop for Joined {
     fn drop(&mut self) {
         self.session.links.part(&self.link);
-        // What a client that reads slowly has not received yet is here already; the agent's end closes the link.
+        // A client that reads slowly may not have received everything when the agent closes the link.
         let (link, ended) = (self.link.clone(), self.link.clone());
         end_after_last_bytes(&self.session, move || link.connections(), move || ended.over.cancel());
     }

@@ -71,8 +71,8 @@ impl Succession {
             () = stop.cancelled() => {}
             () = self.closed.cancelled() => {}
         }
-        // Another server, which goes on, may have its own there.
-        if let Some(listener) = listening {
+        // A successor has its own there, or is about to: between a look and the removal it could replace this one.
+        if let Some(listener) = listening.filter(|_| *self.phase.borrow() == Phase::Alone) {
             listener.remove();
         }
     }

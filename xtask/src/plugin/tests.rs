@@ -42,9 +42,10 @@ impl Bench {
         for (name, text) in
             [("kubectl", include_str!("../fake-kubectl").to_owned()), ("plugin", released_script().unwrap())]
         {
-            let path = folder.path().join(name);
-            fs::write(&path, text).unwrap();
-            fs::set_permissions(&path, Permissions::from_mode(0o755)).unwrap();
+            let (source, path) = (folder.path().join(format!("{name}.source")), folder.path().join(name));
+            fs::write(&source, text).unwrap();
+            // Another test's child may have inherited a file that this process writes, which is then busy for execve(2).
+            run(program("install").arg("--mode=755").args([source, path])).unwrap();
         }
         let bench = Self { folder, shell };
         bench.with("summary", SUMMARIES.split("\n\n").next().unwrap())
