@@ -19,8 +19,11 @@ fn on_host(running: &str, test: impl FnOnce(&Host<'_>, &dyn Fn() -> Vec<String>)
         listed.display(),
         log.display()
     );
-    fs::write(&systemctl, script).unwrap();
-    fs::set_permissions(&systemctl, fs::Permissions::from_mode(0o755)).unwrap();
+    let source = dir.path().join("systemctl.source");
+    fs::write(&source, script).unwrap();
+    // Another test's child may have inherited a file that this process writes, which is then busy for execve(2).
+    let installed = Command::new("install").arg("--mode=755").args([&source, &systemctl]).status();
+    assert!(installed.unwrap().success());
     fs::create_dir_all(dir.path().join(OWN_UNITS)).unwrap();
     let stays = Duration::from_millis(50);
     let host = Host { root: dir.path().to_owned(), systemctl, service: &SERVICE, stays };
