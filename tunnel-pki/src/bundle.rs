@@ -47,12 +47,14 @@ impl TrustBundle {
     }
 
     /// Parses the roots of another system. As Go does, ignores certificates that are not a CA's: OpenShift's `ca.crt` of pods
-    /// has the one of its ingress too. A certificate of X.509 version 1 cannot say that it is a CA's.
+    /// has the one of its ingress too. One of X.509 version 1 cannot say that it is a CA's, but a root is its own issuer.
     ///
     /// # Errors
     /// [`IdentityError::Bundle`] if it is not PEM, or without a usable root.
     pub fn from_foreign_pem(pem: &str) -> Result<Self, IdentityError> {
-        let is_root = |of: &X509Certificate<'_>| of.is_ca() || of.version() != X509Version::V3;
+        let is_root = |of: &X509Certificate<'_>| {
+            of.is_ca() || of.version() != X509Version::V3 && of.subject() == of.issuer()
+        };
         let (mut roots, mut unusable) = (Vec::new(), None);
         for (number, root) in (1..).zip(certificates(pem)?) {
             match check(&root, is_root) {

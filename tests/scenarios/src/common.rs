@@ -71,17 +71,14 @@ pub(crate) fn target(testbed: &Testbed, n: usize, port: u16, behaviour: Behaviou
     Target::start(&edge.ns, edge.address, port, behaviour)
 }
 
-/// Maximum duration of nine in ten visits, which normally take milliseconds. Those that wait for a fault take as long as
-/// the fault lasts: the agent's dial of a host that does not answer ends after 5 s, a session whose agent is silent after
+/// Maximum duration of a visit, which normally takes milliseconds. One that waits for a fault takes as long as the
+/// fault lasts: the agent's dial of a host that does not answer ends after 5 s, a session whose agent is silent after
 /// 12.
 const STALL: Duration = Duration::from_secs(4);
-/// Maximum duration of a single visit: on a busy machine one may wait for a processor several times, and for what the kernel
-/// sends again.
-const LONGEST: Duration = Duration::from_secs(20);
 /// Pause between visits. Each uses one of the agent's ports for a minute, of the 28,000 available per target.
 const PACE: Duration = Duration::from_millis(3);
 
-/// Visits `address` repeatedly while `work` runs. Every visit must succeed, and they may not stall, including the one in
+/// Visits `address` repeatedly while `work` runs. Every visit must succeed and none may stall, including the one in
 /// flight when the work ends; unless the work is short, at least one must begin and end during it. Reports their
 /// latencies.
 pub(crate) async fn alongside<T>(
@@ -104,7 +101,7 @@ pub(crate) async fn longest_alongside<T>(
     let steady = async || {
         tokio::time::sleep(PACE).await;
         let latency = visit(address).await.with_context(|| format!("healthy traffic alongside {what}"))?;
-        ensure!(latency < LONGEST, "healthy traffic stood still for {latency:.1?} alongside {what}");
+        ensure!(latency < STALL, "healthy traffic stood still for {latency:.1?} alongside {what}");
         Ok(latency)
     };
     let mut visiting = Box::pin(steady());
@@ -133,8 +130,6 @@ pub(crate) async fn longest_alongside<T>(
         latencies.count(),
         latencies.summary()
     ));
-    let most = latencies.percentile(0.9).unwrap_or_default();
-    ensure!(most < STALL, "a tenth of healthy traffic took {most:.1?} or more alongside {what}");
     Ok((result, latencies.percentile(1.0).unwrap_or_default()))
 }
 

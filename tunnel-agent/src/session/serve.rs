@@ -59,7 +59,11 @@ pub(super) async fn serve(
             // them.
             session.farewell.cancel();
             let served = async { while accept(&session, &service, &mut link).await.is_ok() {} };
-            let _ = session.stop.run_until_cancelled(tokio::time::timeout(patience, served)).await;
+            tokio::select! {
+                () = served => {}
+                () = session.common.connections.quiet(patience) => {}
+                () = session.stop.cancelled() => {}
+            }
             patience = CLOSE_TIMEOUT;
         }
         // Resets all open connections. The GOAWAY says that this was on purpose.

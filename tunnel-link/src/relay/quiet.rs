@@ -158,6 +158,22 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn it_ends_though_every_check_is_late() {
+        let live = Arc::<Live<Connection>>::default();
+        let connection = live.enter(Connection::default());
+        let host_is_busy = async {
+            loop {
+                tokio::time::advance(CHECK * 5).await;
+            }
+        };
+        tokio::select! {
+            (outcome, _) = connection.abort.triggered() => assert_eq!(outcome, Outcome::Shutdown),
+            () = end_quiet(|| live.all(), relaying) => panic!("it would be reset with its request"),
+            () = host_is_busy => {}
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn it_ends_between_two_requests() {
         // As kube-apiserver's one connection with a kubelet: `logs -f` prints, and other requests come and go.
         for line in [50, 120] {

@@ -83,8 +83,9 @@ impl FileWatch {
     pub fn follow<'a>(&mut self, paths: impl IntoIterator<Item = &'a Path>) {
         let Some(watcher) = &mut self.watcher else { return };
         let paths: Vec<_> = paths.into_iter().collect();
-        let name = |path: &&Path| Some(path.canonicalize().ok()?.file_name()?.to_owned());
-        self.names = paths.iter().filter_map(name).collect();
+        // One that is missing may be about to be written.
+        let found = paths.iter().map(|path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf()));
+        self.names = found.filter_map(|path| Some(path.file_name()?.to_owned())).collect();
         let wanted: BTreeSet<_> = paths.into_iter().flat_map(directories).collect();
         for gone in self.directories.difference(&wanted) {
             if let Err(error) = watcher.unwatch(gone) {

@@ -261,7 +261,8 @@ where
         .timer(TokioTimer::new())
         .max_concurrent_streams(MAX_STREAMS)
         .max_header_list_size(u32::try_from(MAX_HEAD).unwrap_or(u32::MAX))
-        .initial_stream_window_size(UNREAD)
+        // One that is not read leaves room for others.
+        .initial_stream_window_size(UNREAD / 2)
         .initial_connection_window_size(UNREAD)
         .keep_alive_interval(IDLE);
     let connection = builder.serve_connection(TokioIo::new(stream), service_fn(answer));
