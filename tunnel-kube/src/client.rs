@@ -119,13 +119,13 @@ async fn connect_from(
 
 fn unusable(kubeconfig: Option<&Path>, reason: &str, advice: &str) -> ConfigError {
     match kubeconfig.map(Path::display) {
-        // kubectl works with such a file.
-        Some(path) if reason.contains("UnsupportedCertVersion") => {
-            let fix = "issue a client certificate of X.509 version 3, the only one that this program can use here, or use a token";
-            ConfigError::new("--kubeconfig", path.to_string(), format!("{reason}; {fix}"))
-        }
         Some(path) => {
-            let fix = format!("name a file with which `kubectl --kubeconfig {path}` works");
+            let fix = if reason.contains("UnsupportedCertVersion") {
+                // kubectl works with such a file.
+                "issue a client certificate of X.509 version 3, the only one that this program can use here, or use a token".to_owned()
+            } else {
+                format!("name a file with which `kubectl --kubeconfig {path}` works")
+            };
             ConfigError::new("--kubeconfig", path.to_string(), format!("{reason}; {fix}"))
         }
         None => {

@@ -301,9 +301,9 @@ async fn a_holder_that_does_not_answer_is_passed_by(testbed: &Testbed) -> Result
         later.push(visit(address).await.context("while one of two has not answered")?);
     }
     figure(&format!("visits while the server that is asked first is frozen: {took:.1?}, then {later:.1?}"));
-    // If the frozen server were asked each time, none would be shorter; some may have waited for a processor.
-    let shortest = later.iter().min().context("no visits")?;
-    ensure!(*shortest < UNANSWERED, "the frozen server was asked again: {later:?}");
+    // A visit that asks the frozen server takes longer; a single one may have waited for a processor.
+    later.sort();
+    ensure!(later[2] < UNANSWERED, "the frozen server was asked again: {later:?}");
     servers.relayed_by_other(7, 1).await?;
     servers.asked.process.signal(Signal::SIGCONT)?;
     visit(address).await.context("once it answers again").map(drop)

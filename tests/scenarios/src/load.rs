@@ -73,7 +73,7 @@ async fn bulk_without_page_faults(testbed: &Testbed) -> Result<()> {
         transfer(&target, way, WARM_UP).await?;
         let mut of_gigabyte = many_page_faults(&target, way, &programs).await?;
         if !of_gigabyte.is_empty() {
-            // The memory for more than was ever in flight before is there to be used again.
+            // The second run reuses the memory that the first one allocated for a new peak of data in flight.
             of_gigabyte = many_page_faults(&target, way, &programs).await?;
         }
         over.extend(of_gigabyte);

@@ -83,6 +83,12 @@ impl Search {
     }
 }
 
+/// Returns the servers that are not being left.
+fn kept(mut attached: Vec<Arc<Attached>>) -> Vec<Arc<Attached>> {
+    attached.retain(|attached| !attached.is_left());
+    attached
+}
+
 /// Returns the largest number of servers that one of them has reported: one that has just started may not know the others yet.
 fn count_of(kept: &[Arc<Attached>]) -> Option<usize> {
     kept.iter().map(|attached| attached.server_count.load(Ordering::Relaxed)).max()
@@ -241,20 +247,13 @@ impl Set {
 
     /// True if this agent has streams with as many servers as there are, or as it may have.
     fn is_complete(&self) -> bool {
-        let kept = self.kept().len();
+        let kept = kept(self.attached.all()).len();
         self.state.lock().server_count.is_some_and(|count| kept > 0 && kept >= count.min(MOST))
-    }
-
-    /// Returns the servers that are not being left.
-    fn kept(&self) -> Vec<Arc<Attached>> {
-        let mut kept = self.attached.all();
-        kept.retain(|attached| !attached.is_left());
-        kept
     }
 
     /// Updates the metrics, the number of servers and the readiness after a stream has begun or ended.
     fn count(&self) {
-        let kept = self.kept();
+        let kept = kept(self.attached.all());
         self.shared.metrics.servers.set(i64::try_from(kept.len()).unwrap_or(i64::MAX));
         let mut state = self.state.lock();
         // Without one the last number stays.
@@ -289,7 +288,9 @@ mod tests {
         let (older, newer) = (attached(2), attached(6));
         assert_eq!(count_of(&[]), None);
         assert_eq!(count_of(&[older.clone(), newer.clone()]), Some(6));
-        assert_eq!(count_of(&[newer, older]), Some(6));
+        assert_eq!(count_of(&[newer.clone(), older.clone()]), Some(6));
+        newer.leave.cancel();
+        assert_eq!(count_of(&kept(vec![older, newer])), Some(2));
     }
 
     #[test]

@@ -51,36 +51,31 @@ pub(super) async fn serve(
             accepted = accept(&session, &service, &mut link) => if let Err(end) = accepted { break end },
         }
     };
-    let ending = async {
-        let on_purpose = matches!(end, SessionEnd::Draining | SessionEnd::Stopping);
-        let mut patience = if on_purpose { DRAIN_CLOSE_TIMEOUT } else { CLOSE_TIMEOUT };
-        if on_purpose && !session.stop.is_cancelled() {
-            // The server opens no more streams then. Those that it has just opened are served, and it closes the link behind
-            // them.
-            session.farewell.cancel();
-            let served = async { while accept(&session, &service, &mut link).await.is_ok() {} };
-            tokio::select! {
-                () = served => {}
-                () = session.common.connections.quiet(patience) => {}
-                () = session.stop.cancelled() => {}
-            }
-            patience = CLOSE_TIMEOUT;
+    let on_purpose = matches!(end, SessionEnd::Draining | SessionEnd::Stopping);
+    let mut patience = if on_purpose { DRAIN_CLOSE_TIMEOUT } else { CLOSE_TIMEOUT };
+    if on_purpose && !session.stop.is_cancelled() {
+        // The server opens no more streams then. Those that it has just opened are served, and it closes the link behind them.
+        session.farewell.cancel();
+        let served = async { while accept(&session, &service, &mut link).await.is_ok() {} };
+        tokio::select! {
+            () = served => {}
+            () = session.common.connections.quiet(patience) => {}
+            () = session.stop.cancelled() => {}
+            _ = watching.join_next() => {}
         }
-        // Resets all open connections. The GOAWAY says that this was on purpose.
-        session.stop.cancel();
-        session.release();
-        if session.shared.runtime.shutdown.is_forced() {
-            patience = CLOSE_TIMEOUT;
-        }
-        close(&session, &mut link, patience).await;
-    };
-    tokio::select! {
-        () = ending => {}
-        // A server that has gone silent is not waited for.
-        Some(_) = watching.join_next() => {}
+        patience = CLOSE_TIMEOUT;
     }
+    // Resets all open connections. The GOAWAY says that this was on purpose.
     session.stop.cancel();
     session.release();
+    if session.shared.runtime.shutdown.is_forced() {
+        patience = CLOSE_TIMEOUT;
+    }
+    tokio::select! {
+        () = close(&session, &mut link, patience) => {}
+        // A server that has gone silent is not waited for. Returns at once if that was noticed before.
+        _ = watching.join_next() => {}
+    }
     end
 }
 

@@ -146,8 +146,8 @@ impl Drop for Registered<'_> {
             return session.close();
         }
         // The last bytes of additional links are still in flight.
-        let (links, ended) = (session.clone(), session.clone());
-        end_after_last_bytes(&session, move || links.links.connections(), move || ended.close());
+        let (counted, ended) = (session.clone(), session.clone());
+        end_after_last_bytes(&session, move || counted.links.connections(), move || ended.close());
     }
 }
 
@@ -496,7 +496,8 @@ fn attach_again_within(context: &LinkContext, session: &Session) -> Duration {
     jittered(spread(context.sessions.count(), context.drain_timeout), 1.0)
 }
 
-/// Random delay before an agent is told that this server stops: if thousands reconnected at once, open connections would wait.
+/// Random delay before telling an agent that this server stops, so that thousands do not reconnect at once and delay open
+/// connections.
 fn time_of_farewell(context: &LinkContext) -> Duration {
     jittered(told_within(context.sessions.count(), context.drain_timeout), 1.0)
 }

@@ -173,7 +173,7 @@ impl<'a> Masters<'a> {
             Ok(node.and_then(|node| node["via"].as_array().map(Vec::len)))
         };
         wait_until("the server to know who has the edge", NOTICED, via, |via| *via == Some(1)).await?;
-        works_soon(kubectl).await.context("by a server that nobody told of the other")?;
+        works_soon(kubectl).await.context("through a server that has found the other one by itself")?;
         let forwarded = async || Ok(server.access_log()?.split_off(before));
         wait_until("a connection that was forwarded", NOTICED, forwarded, |lines| {
             lines.iter().any(|line| line.text("outcome") == "ok" && !line.text("via").is_empty())

@@ -39,7 +39,8 @@ const IDLE: Duration = Duration::from_secs(45);
 const REQUEST: &str = "request";
 /// Maximum number of concurrent requests of a connection; further ones wait.
 const MAX_STREAMS: u32 = 128;
-/// Bytes of bodies that a client may send on an HTTP/2 connection before they are taken: before it is authenticated nobody does.
+/// Maximum number of unread bytes of request bodies on an HTTP/2 connection. Until the caller is authenticated, bodies are not
+/// read.
 const UNREAD: u32 = 128 << 10;
 
 impl Front {
