@@ -172,3 +172,71 @@ impl Way {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use h2::server::SendResponse;
+    use http::{Response, StatusCode};
+    use tokio::runtime::Handle;
+    use tokio_util::sync::CancellationToken;
+
+    use super::*;
+    use crate::session::{MOST_STREAMS, Streams};
+
+    /// Another server, which answers each connection like this.
+    async fn server(
+        server_id: &str,
+        mut answer: impl FnMut(&mut SendResponse<Bytes>) + Send + 'static,
+    ) -> Arc<Peer> {
+        let (near, far) = tokio::io::duplex(1 << 16);
+        tokio::spawn(async move {
+            let mut link = h2::server::handshake(far).await.unwrap();
+            // If one were dropped, its stream would be reset.
+            let mut answered = Vec::new();
+            while let Some(Ok((_, mut respond))) = link.accept().await {
+                answer(&mut respond);
+                answered.push(respond);
+            }
+        });
+        let (send, connection) = h2::client::handshake(near).await.unwrap();
+        tokio::spawn(connection);
+        let streams = Streams::new(MOST_STREAMS);
+        let link = Link::new(0, Arc::default(), CancellationToken::new(), send, Handle::current(), streams);
+        let told_by = (server_id.to_owned(), "1.0.0".to_owned(), "10.70.0.2:10262".to_owned());
+        Arc::new(Peer::new(told_by, link, CancellationToken::new(), CancellationToken::new()))
+    }
+
+    fn asks_the_agent(respond: &mut SendResponse<Bytes>) {
+        let mut proceed = Response::new(());
+        *proceed.status_mut() = StatusCode::CONTINUE;
+        respond.send_informational(proceed).unwrap();
+    }
+
+    fn refuses(respond: &mut SendResponse<Bytes>) {
+        let refusal = Response::builder().header("grpc-status", "5").header("grpc-message", "not here");
+        respond.send_response(refusal.body(()).unwrap(), true).unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_server_that_gets_the_node_while_its_last_one_refuses_is_asked_too() {
+        for has_it in [true, false] {
+            let context = ListenerContext::without_nodes();
+            let request = OpenRequest::new("edge-1".parse().unwrap(), "192.0.2.1:10250".parse().unwrap());
+            let answer: fn(&mut SendResponse<Bytes>) = if has_it { asks_the_agent } else { refuses };
+            let next = server("server-c", answer).await;
+            let (peers, node) = (context.peers.clone(), request.node.clone());
+            let last = server("server-b", move |respond| {
+                peers.gained(&next, &node);
+                refuses(respond);
+            });
+            context.peers.gained(&last.await, &request.node);
+            let found = Way::wait(&context, &request, request.target, None).await;
+            match found {
+                Ok(Way::Peer(on_peer)) => assert!(has_it && on_peer.peer.server_id == "server-c"),
+                Ok(Way::Session(..)) => panic!("no agent is attached here"),
+                Err(error) => assert!(!has_it && error.ends_with("; server server-c: not here"), "{error}"),
+            }
+        }
+    }
+}

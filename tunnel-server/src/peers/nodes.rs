@@ -205,7 +205,7 @@ impl Peers {
         }
     }
 
-    pub(super) fn gained(&self, peer: &Arc<Peer>, node: &NodeName) {
+    pub(crate) fn gained(&self, peer: &Arc<Peer>, node: &NodeName) {
         if !peer.nodes().insert(node.clone()) {
             return;
         }

@@ -52,7 +52,7 @@ pub struct Peer {
 }
 
 impl Peer {
-    pub(super) fn new(
+    pub(crate) fn new(
         (server_id, version, address): (String, String, String),
         link: Arc<Link>,
         closed: CancellationToken,
