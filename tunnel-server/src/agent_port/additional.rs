@@ -102,3 +102,59 @@ pub(super) async fn serve(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::Semaphore;
+    use tokio::time::{Instant, timeout};
+
+    use super::*;
+    use crate::listener::ListenerContext;
+    use crate::session::{Links, Placing, Taken, test_link};
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// An additional link, and a connection on it.
+    async fn in_use() -> (Joined, Taken) {
+        let far = Duration::from_millis(50);
+        let links = Links::new(test_link(0, far).await, 2, Placing::Apart);
+        let session = ListenerContext::without_nodes().sessions.replace_on("edge-1", 1, links);
+        // Another link is asked for once the first one is in use.
+        let first = session.links.take();
+        let link = test_link(1, far).await;
+        session.links.join(link.clone()).unwrap();
+        let taken = session.links.take();
+        assert_eq!((first.number, taken.number), (0, 1));
+        let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap();
+        (Joined { session, link, _permit: permit }, taken)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_link_that_has_ended_stays_until_its_clients_have_its_last_bytes() {
+        let (joined, slow) = in_use().await;
+        let (session, link) = (joined.session.clone(), joined.link.clone());
+        drop(joined);
+        assert_eq!(session.links.all().len(), 1, "new connections go elsewhere");
+        assert!(timeout(5 * SECOND, link.over.cancelled()).await.is_err());
+        drop(slow);
+        timeout(SECOND, link.over.cancelled()).await.expect("they have all of it");
+
+        let (joined, _reads_nothing) = in_use().await;
+        let (link, ended) = (joined.link.clone(), Instant::now());
+        drop(joined);
+        link.over.cancelled().await;
+        assert_eq!(ended.elapsed().as_secs(), 10);
+
+        let (joined, _cut) = in_use().await;
+        let (session, link) = (joined.session.clone(), joined.link.clone());
+        drop(joined);
+        session.close();
+        timeout(SECOND, link.over.cancelled()).await.expect("its session has ended");
+
+        let (joined, unused) = in_use().await;
+        drop(unused);
+        let link = joined.link.clone();
+        drop(joined);
+        assert!(link.over.is_cancelled(), "there is nothing to wait for");
+    }
+}

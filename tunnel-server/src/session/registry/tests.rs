@@ -19,6 +19,11 @@ fn sessions() -> Sessions {
 impl Sessions {
     /// The node's next agent attaches, and the previous one leaves.
     pub(crate) async fn replace(&self, node: &str, epoch: u64) -> Arc<Session> {
+        self.replace_on(node, epoch, Links::new(link(0, Duration::ZERO).await, 1, Placing::Apart))
+    }
+
+    /// The same, on these links.
+    pub(crate) fn replace_on(&self, node: &str, epoch: u64, links: Links) -> Arc<Session> {
         let session = Arc::new(Session {
             id: self.next_id(),
             node: node.parse().unwrap(),
@@ -32,7 +37,7 @@ impl Sessions {
             peer: "203.0.113.9:40000".parse().unwrap(),
             since: Instant::now(),
             agent_version: String::new(),
-            links: Links::new(link(0, Duration::ZERO).await, 1, Placing::Apart),
+            links,
             stalls: StallBound::new(1 << 20, 1 << 20),
             places: crate::admission::Shares::new(0),
             relayed: Totals::default(),
