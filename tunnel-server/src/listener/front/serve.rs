@@ -360,17 +360,18 @@ mod tests {
     }
 
     /// Returns a client's end of an HTTP/2 connection whose requests are answered after four times the longest idle time,
-    /// a token that begins its end, and the task that serves it.
+    /// their bodies unread; a token that begins its end; and the task that serves it.
     fn served_over_http_2() -> (DuplexStream, CancellationToken, JoinHandle<hyper::Result<()>>) {
         let (client, server) = tokio::io::duplex(64 * 1024);
         let over = CancellationToken::new();
         let until = over.clone();
         let serving = tokio::spawn(async move {
             let requests = Requests::default();
-            let answer = |_| {
+            let answer = |unread: Request<Incoming>| {
                 let request = requests.open();
                 async move {
                     tokio::time::sleep(4 * IDLE).await;
+                    drop(unread);
                     let late = Full::from("late").map_err(|never| match never {}).boxed_unsync();
                     Ok(request.answered(Response::new(late)))
                 }
@@ -426,5 +427,29 @@ mod tests {
             let ended = timeout(IDLE + FAREWELL + Duration::from_secs(1), serving).await;
             let _ = ended.unwrap_or_else(|_| panic!("drains: {drains}")).unwrap();
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_http_2_body_that_nobody_reads_leaves_room_for_another() {
+        let (client, _over, _serving) = served_over_http_2();
+        let (sender, connection) = h2::client::handshake(client).await.unwrap();
+        tokio::spawn(connection);
+        let (mut open, mut accepted) = (Vec::new(), Vec::new());
+        for _ in 0..3 {
+            let mut sender = sender.clone().ready().await.unwrap();
+            let request = Request::post("https://postern/").body(()).unwrap();
+            let (answer, mut body) = sender.send_request(request, false).unwrap();
+            body.reserve_capacity(2 * UNREAD as usize);
+            let mut sent = 0;
+            // The clock stands still as long as anything moves.
+            while let Ok(room) = timeout(PATIENCE, std::future::poll_fn(|cx| body.poll_capacity(cx))).await {
+                let room = room.unwrap().unwrap();
+                body.send_data(vec![0u8; room].into(), false).unwrap();
+                sent += room;
+            }
+            accepted.push(sent);
+            open.push((answer, body));
+        }
+        assert_eq!(accepted, [64 << 10, 64 << 10, 0]);
     }
 }
