@@ -62,20 +62,24 @@ impl Way {
         mut session: Option<Arc<Session>>,
     ) -> Result<Self, String> {
         let node = &request.node;
-        let mut asked = Vec::new();
+        let (mut asked, mut reasons) = (Vec::new(), String::new());
         loop {
-            let reasons = match Self::choose(context, request, client, session, &mut asked).await {
+            match Self::choose(context, request, client, session, &mut asked).await {
                 Ok(way) => return Ok(way),
-                Err(reasons) => reasons,
-            };
+                Err(more) => reasons.push_str(&more),
+            }
             let look_again = match context.router.awaited(node) {
                 Some(awaited) => {
-                    asked.clear();
-                    tokio::time::timeout(RETURN, awaited.cancelled()).await.is_ok()
+                    let returned = tokio::time::timeout(RETURN, awaited.cancelled()).await.is_ok();
+                    if returned {
+                        asked.clear();
+                        reasons.clear();
+                    }
+                    returned
                 }
                 // The agent may have returned meanwhile, here or at another server.
                 None => {
-                    let is_new = |peer: &Arc<Peer>| !asked.contains(&peer.server_id);
+                    let is_new = |peer: &Arc<Peer>| !asked.iter().any(|asked| Arc::ptr_eq(asked, peer));
                     context.sessions.get(node).is_some() || context.peers.holders(node).iter().any(is_new)
                 }
             };
@@ -93,7 +97,7 @@ impl Way {
 
     /// Asks the other servers one after the other if this one has no session, or a silent one. If no other server has a
     /// live one, uses the silent session here, or one on another server: its network connection may be back. Passes by those
-    /// that were `asked` before.
+    /// that were `asked` before: links, of which a server may have several.
     ///
     /// # Errors
     /// No server has a session; the error holds the other servers' reasons.
@@ -102,7 +106,7 @@ impl Way {
         request: &OpenRequest,
         client: SocketAddr,
         session: Option<Arc<Session>>,
-        asked: &mut Vec<String>,
+        asked: &mut Vec<Arc<Peer>>,
     ) -> Result<Self, String> {
         let node = &request.node;
         if let Some(session) = session.as_ref().filter(|session| !session.links.are_silent()) {
@@ -111,10 +115,10 @@ impl Way {
         let (mut reasons, mut silent) = (Vec::new(), Vec::new());
         reasons.extend(context.peers.refusal(node).map(|refusal| format!("; {refusal}")));
         for peer in context.peers.holders(node) {
-            if asked.contains(&peer.server_id) {
+            if asked.iter().any(|asked| Arc::ptr_eq(asked, &peer)) {
                 continue;
             }
-            asked.push(peer.server_id.clone());
+            asked.push(peer.clone());
             match peer.ask(node, request.target, client, true).await {
                 Ok(on_peer) => return Ok(Self::Peer(Box::new(on_peer))),
                 Err(refused) if refused.silent => silent.push(peer),
@@ -220,11 +224,12 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_server_that_gets_the_node_while_its_last_one_refuses_is_asked_too() {
-        for has_it in [true, false] {
+        // The last one is another link with the same server.
+        for (name, has_it) in [("server-c", true), ("server-c", false), ("server-b", true)] {
             let context = ListenerContext::without_nodes();
             let request = OpenRequest::new("edge-1".parse().unwrap(), "192.0.2.1:10250".parse().unwrap());
             let answer: fn(&mut SendResponse<Bytes>) = if has_it { asks_the_agent } else { refuses };
-            let next = server("server-c", answer).await;
+            let next = server(name, answer).await;
             let (peers, node) = (context.peers.clone(), request.node.clone());
             let last = server("server-b", move |respond| {
                 peers.gained(&next, &node);
@@ -233,9 +238,12 @@ mod tests {
             context.peers.gained(&last.await, &request.node);
             let found = Way::wait(&context, &request, request.target, None).await;
             match found {
-                Ok(Way::Peer(on_peer)) => assert!(has_it && on_peer.peer.server_id == "server-c"),
+                Ok(Way::Peer(on_peer)) => assert!(has_it && on_peer.peer.server_id == name),
                 Ok(Way::Session(..)) => panic!("no agent is attached here"),
-                Err(error) => assert!(!has_it && error.ends_with("; server server-c: not here"), "{error}"),
+                Err(error) => {
+                    let reasons = "; server server-b: not here; server server-c: not here";
+                    assert!(!has_it && error.ends_with(reasons), "{error}");
+                }
             }
         }
     }
