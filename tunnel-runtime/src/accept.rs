@@ -3,14 +3,18 @@
 use std::future::pending;
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::net::{TcpListener, TcpStream};
+use rustix::net::AddressFamily;
+use rustix::net::sockopt::socket_domain;
+use socket2::SockRef;
+use tokio::net::{TcpListener, TcpStream, UnixListener};
 use tokio::sync::watch;
 
 use crate::log_once::LogRarely;
+use crate::net::refine;
 
 /// Pause before the next attempt when the process or the host is out of resources.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -103,6 +107,30 @@ pub async fn accept<C, F: Future<Output = io::Result<C>>>(
     }
 }
 
+/// Resets every connection to this listening socket, TCP or Unix, until dropped.
+pub async fn reset_all(socket: OwnedFd, listener: &'static str) {
+    if let Err(error) = reset_each(socket, listener).await {
+        tracing::warn!(listener, %error, "failed to reset connections, they get no answer");
+    }
+}
+
+async fn reset_each(socket: OwnedFd, listener: &'static str) -> io::Result<()> {
+    rustix::io::ioctl_fionbio(&socket, true)?;
+    let failing = LogRarely::default();
+    if socket_domain(&socket)? == AddressFamily::UNIX {
+        let socket = UnixListener::from_std(socket.into())?;
+        loop {
+            drop(accept(|| socket.accept(), listener, &failing).await);
+        }
+    }
+    let socket = TcpListener::from_std(socket.into())?;
+    loop {
+        let (accepted, _) = accept(|| socket.accept(), listener, &failing).await;
+        // Otherwise its end is an end of file, which a client could take for an answer.
+        refine("SO_LINGER", SockRef::from(&accepted).set_linger(Some(Duration::ZERO)));
+    }
+}
+
 /// True for an error of the connection that was about to be accepted, not of the listener (accept(2)).
 fn is_of_one_connection(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted, TimedOut};
@@ -111,7 +139,33 @@ fn is_of_one_connection(error: &io::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncReadExt as _;
+    use tokio::net::UnixStream;
+
     use super::*;
+
+    #[tokio::test]
+    async fn every_client_is_reset() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let _resetting = tokio::spawn(reset_all(listener.into(), "test"));
+        for _ in 0..2 {
+            let error = match TcpStream::connect(address).await {
+                Ok(mut client) => client.read(&mut [0_u8]).await.unwrap_err(),
+                // The reset came first.
+                Err(error) => error,
+            };
+            assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let _resetting = tokio::spawn(reset_all(listener.into(), "test"));
+        for _ in 0..2 {
+            let mut client = UnixStream::connect(&path).await.unwrap();
+            assert_eq!(client.read(&mut [0_u8]).await.unwrap(), 0);
+        }
+    }
 
     #[tokio::test]
     async fn connections_wait_while_the_gate_is_closed() {

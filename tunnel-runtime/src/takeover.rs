@@ -23,8 +23,10 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, Interest};
 use tokio::net::{UnixListener, UnixStream};
+use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
+use crate::accept::reset_all;
 use crate::files::identity;
 use crate::log_once::LogOnce;
 
@@ -248,7 +250,10 @@ impl Copies {
 pub struct Predecessor<H> {
     stream: Box<dyn Stream>,
     greeting: Greeting<H>,
+    /// Those that were not taken.
     sockets: Vec<Option<OwnedFd>>,
+    /// See [`Self::refuse_rest`].
+    refusing: JoinSet<()>,
 }
 
 impl<H: DeserializeOwned> Predecessor<H> {
@@ -291,7 +296,8 @@ impl<H: DeserializeOwned> Predecessor<H> {
                 format!("received {} sockets for {} listeners", sockets.len(), greeting.listeners.len());
             return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
         }
-        Ok(Self { stream, greeting, sockets: sockets.into_iter().map(Some).collect() })
+        let sockets = sockets.into_iter().map(Some).collect();
+        Ok(Self { stream, greeting, sockets, refusing: JoinSet::new() })
     }
 
     pub fn own(&self) -> &H {
@@ -313,6 +319,20 @@ impl<H: DeserializeOwned> Predecessor<H> {
     pub fn socket(&mut self, name: &str, fits: impl Fn(SocketAddr) -> bool) -> Option<OwnedFd> {
         let index = self.greeting.listeners.iter().position(|(other, at)| other == name && fits(*at))?;
         self.sockets.get_mut(index)?.take()
+    }
+
+    /// Resets whoever connects to a listener that was not taken, because this program is not configured to have it. To
+    /// be called once the predecessor accepts no more: it keeps such a listener until it drains, for the case that this
+    /// program ends, and clients would wait there.
+    pub fn refuse_rest(&mut self) {
+        for socket in self.sockets.drain(..).flatten() {
+            self.refusing.spawn(reset_all(socket, "not taken over"));
+        }
+    }
+
+    /// Ends [`Self::refuse_rest`], before the predecessor accepts again.
+    pub async fn refuse_nothing(&mut self) {
+        self.refusing.shutdown().await;
     }
 
     /// Sends it a request.
@@ -463,11 +483,37 @@ mod tests {
         first.await.unwrap();
     }
 
+    #[tokio::test]
+    async fn nobody_waits_in_a_listener_that_was_not_taken() {
+        let listeners = [0; 2].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
+        let [taken, left] = listeners.each_ref().map(|listener| listener.local_addr().unwrap());
+        let (mut first, second) = UnixStream::pair().unwrap();
+        Copies::new(listeners.iter().map(copy).collect()).greet(&mut first, "1.2.3", ()).await.unwrap();
+        let mut second = Predecessor::<()>::at(Path::new("takeover"), Box::new(second)).await.unwrap();
+        let _taken = second.listener("listener", |at| at == taken).unwrap();
+        let connect = async |at: SocketAddr| tokio::net::TcpStream::connect(at).await.unwrap();
+        let (mut early, mut served) = (connect(left).await, connect(taken).await);
+        second.refuse_rest();
+        assert_eq!(early.read_u8().await.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+        let waits = timeout(Duration::from_millis(50), served.read_u8()).await;
+        assert!(waits.is_err(), "the listener that was taken is refused");
+
+        second.refuse_nothing().await;
+        let mut back = connect(left).await;
+        let waits = timeout(Duration::from_millis(50), back.read_u8()).await;
+        assert!(waits.is_err(), "the predecessor does not get it");
+        listeners[1].accept().unwrap();
+        drop(listeners);
+        let error = tokio::net::TcpStream::connect(left).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+    }
+
     #[tokio::test(start_paused = true)]
     async fn one_that_answers_too_late_has_not_ended() {
         let (mut first, stream) = UnixStream::pair().unwrap();
         let greeting = Greeting { version: "1.2.3".to_owned(), pid: 1, listeners: Vec::new(), own: () };
-        let mut second = Predecessor { stream: Box::new(stream), greeting, sockets: Vec::new() };
+        let (stream, sockets, refusing) = (Box::new(stream), Vec::new(), JoinSet::new());
+        let mut second = Predecessor { stream, greeting, sockets, refusing };
         let error = second.ask::<_, String>(&"question").await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         assert_eq!(receive::<String>(&mut first).await.unwrap().as_deref(), Some("question"));

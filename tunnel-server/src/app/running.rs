@@ -117,7 +117,7 @@ impl Running {
         // Another server may have the same socket, and accept from it.
         let alone = !another && !self.succession.sockets.are_sent();
         let routed = redirect.as_ref().is_some_and(|redirect| redirect.routed);
-        let refusing = led_here.filter(|_| alone && routed).and_then(refuse);
+        let refusing = led_here.filter(|_| alone && routed).map(refuse);
         // The agents have sessions with the successor, and end those with this server when they are told that it stops. They are
         // told at different times: thousands of sessions that end at once would delay connections.
         let agents_leave = async {

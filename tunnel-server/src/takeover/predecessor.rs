@@ -90,6 +90,8 @@ impl TakeOver {
         let Some(mut before) = predecessor else { return false };
         tokio::select! {
             () = before.ended() => {
+                // Nothing listens any more where only it did.
+                drop(before);
                 // If it was killed its programs are there, which come first and go by what it knew.
                 let _ = leaving.run_until_cancelled(others.remove_dead()).await;
                 false
@@ -116,7 +118,10 @@ impl TakeOver {
             let started = Instant::now();
             self.find_fleet(before).await;
             match self.hand_over(before).await {
-                Ok(moved) => log_moved(before, started, moved, "took over from the previous server"),
+                Ok(moved) => {
+                    log_moved(before, started, moved, "took over from the previous server");
+                    before.refuse_rest();
+                }
                 Err(error) => {
                     let reason = without(&error);
                     tracing::warn!(server_id = before.own().server_id, reason, %error, "failed to take over from the previous server");
@@ -200,6 +205,7 @@ impl TakeOver {
     /// How many nodes' agents were told, and how many of them have gone back.
     async fn hand_back(&self, before: &mut Predecessor) -> io::Result<(usize, usize)> {
         self.gates.agents.set(false);
+        before.refuse_nothing().await;
         let mut back = attached(before).await?;
         let told = self.runtime.sessions.live();
         // In half the time that they have, the last of them can be back.
@@ -291,4 +297,64 @@ fn without(error: &io::Error) -> &'static str {
 
 fn unexpected() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "unexpected answer")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd as _;
+    use std::path::Path;
+
+    use prometheus_client::registry::Registry;
+    use tokio::io::AsyncReadExt as _;
+    use tokio::net::{TcpListener, TcpStream, UnixStream};
+    use tunnel_runtime::takeover::{Copies, receive, send};
+
+    use super::*;
+    use crate::session::Workers;
+
+    async fn answer(first: &mut UnixStream, ask: Ask, answer: &Answer) {
+        assert_eq!(receive(first).await.unwrap(), Some(ask));
+        send(first, answer).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_only_the_first_server_listens_on_is_refused_until_that_one_goes_on() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let copy = listener.as_fd().try_clone_to_owned().unwrap();
+        let copies = Copies::new(vec![("metrics".to_owned(), address, copy)]);
+        let (mut first, stream) = UnixStream::pair().unwrap();
+        copies.greet(&mut first, "1.2.3", Hello::default()).await.unwrap();
+        let before = Predecessor::at(Path::new("takeover"), Box::new(stream)).await;
+        let mut registry = Registry::default();
+        let router = crate::runtime::without_nodes(&mut registry);
+        let take_over = TakeOver {
+            runtime: Runtime::new(router, Workers::here(), &mut registry),
+            gates: Gates::new(false),
+            pending: None,
+            handover: watch::Sender::default(),
+            drain_timeout: BRIEFLY,
+        };
+        let mut before = take_over.start(before, Orphans::default());
+
+        answer(&mut first, Ask::Agents, &Answer::Told(Vec::new())).await;
+        let mut waits = TcpStream::connect(address).await.unwrap();
+        let early = timeout(Duration::from_millis(50), waits.read_u8()).await;
+        assert!(early.is_err(), "the first server still accepts");
+        answer(&mut first, Ask::Listeners, &Answer::Released).await;
+        assert_eq!(waits.read_u8().await.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+
+        // As in a cluster, where the first one is still there when the second is told to stop.
+        let goes_on = async {
+            answer(&mut first, Ask::Back, &Answer::Attached(Vec::new())).await;
+            let mut client = TcpStream::connect(address).await.unwrap();
+            let reset = timeout(Duration::from_millis(50), client.read_u8()).await;
+            assert!(reset.is_err(), "the second server still resets its clients");
+            listener.accept().await.unwrap();
+            answer(&mut first, Ask::Resume, &Answer::Resumed).await;
+        };
+        let shutdown = Shutdown::default();
+        let (there, ()) = tokio::join!(before.take_back(&shutdown), goes_on);
+        assert!(there);
+    }
 }
