@@ -47,12 +47,11 @@ pub async fn take_over(
         }
     };
     match ended {
-        Ok(servers) => tracing::info!(
-            pid,
-            servers,
-            took_ms = started.elapsed().as_millis(),
-            "took over from the agent before"
-        ),
+        Ok(servers) => {
+            let took_ms = started.elapsed().as_millis();
+            tracing::info!(pid, servers, took_ms, "took over from the agent before");
+            before.refuse_rest();
+        }
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
             tracing::warn!(pid, "no answer from the agent before, going on beside it");
         }

@@ -110,9 +110,18 @@ impl Succession {
     }
 
     async fn serve(&self, stream: &mut dyn Stream, renewals: &mut Option<OwnedMutexGuard<()>>) {
-        let ended = self.pass(stream, renewals).await;
+        // One that has taken over sees by the connection's end that this agent's listeners are closed.
+        let drains = async {
+            self.closed.cancelled().await;
+            self.runtime.handover.passed().await;
+        };
+        let ended = tokio::select! {
+            biased;
+            ended = self.pass(stream, renewals) => ended,
+            () = drains => Ok(()),
+        };
         if self.closed.is_cancelled() {
-            return tracing::debug!("successor ended during the drain");
+            return tracing::debug!("successor not served any more, this agent drains");
         }
         match ended {
             Ok(()) => tracing::warn!("successor ended, this agent goes on"),
@@ -246,7 +255,8 @@ mod tests {
             first.close();
             // The second agent had its own socket there, and has handed its place over.
             let third = bind().unwrap();
-            drop(second);
+            // It no longer keeps listeners for the first one.
+            second.ended().await;
             third
         };
         let both = async { tokio::join!(first.serve_all(&bind), agents) };
