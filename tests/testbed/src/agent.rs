@@ -284,9 +284,20 @@ impl<'a> Agent<'a> {
 
     /// Starts one more agent with the same flags, and waits until it has taken over from this one.
     pub async fn take_over(&self) -> Result<Self> {
-        let agent = self.successor()?;
-        agent.wait_log("took over from the agent before").await?;
-        Ok(agent)
+        self.successor()?.taken_over().await
+    }
+
+    /// As [`Self::take_over`], with a flag `--NAME=VALUE` instead of the one with its name.
+    pub async fn take_over_with(&self, flag: &str) -> Result<Self> {
+        let mut builder = self.builder.clone();
+        process::replace_flag(&mut builder.flags, flag);
+        Self::start_beside(builder)?.taken_over().await
+    }
+
+    /// Waits until it has taken over.
+    async fn taken_over(self) -> Result<Self> {
+        self.wait_log("took over from the agent before").await?;
+        Ok(self)
     }
 
     /// Starts one more agent with the same flags.
@@ -296,7 +307,12 @@ impl<'a> Agent<'a> {
 
     /// As [`Self::successor`], with the program of another version.
     pub fn successor_as(&self, version: Version) -> Result<Self> {
-        Builder { name: format!("{}+", self.builder.name), version, ..self.builder.clone() }.spawn()
+        Self::start_beside(Builder { version, ..self.builder.clone() })
+    }
+
+    fn start_beside(mut builder: Builder<'a>) -> Result<Self> {
+        builder.name.push('+');
+        builder.spawn()
     }
 
     /// Kills the agent, and waits until the server has noticed.

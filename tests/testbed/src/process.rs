@@ -340,6 +340,13 @@ impl Version {
     }
 }
 
+/// Sets a flag `--NAME=VALUE`, in the place of the one with its name.
+pub(crate) fn replace_flag(flags: &mut Vec<String>, flag: &str) {
+    let name = flag.split('=').next();
+    flags.retain(|other| other.split('=').next() != name);
+    flags.push(flag.to_owned());
+}
+
 /// Returns the path of a program built into the same folder as this one, or of one of Postern's two in the folder [`PROGRAMS`].
 pub fn program(name: &str) -> Result<PathBuf> {
     if let Some(others) = std::env::var_os(PROGRAMS).filter(|_| name.starts_with("tunnel-")) {

@@ -371,10 +371,21 @@ impl<'a> Server<'a> {
 
     /// Starts one more server with the same flags, and waits until it has taken over from this one.
     pub async fn take_over(&self) -> Result<Self> {
-        let mut server = self.successor()?;
-        server.wait_log("took over from the previous server").await?;
-        server.wait_ready().await?;
-        Ok(server)
+        self.successor()?.taken_over().await
+    }
+
+    /// As [`Self::take_over`], with a flag `--NAME=VALUE` instead of the one with its name.
+    pub async fn take_over_with(&self, flag: &str) -> Result<Self> {
+        let mut builder = self.builder.clone();
+        process::replace_flag(&mut builder.flags, flag);
+        Self::start_beside(builder)?.taken_over().await
+    }
+
+    /// Waits until it has taken over.
+    async fn taken_over(mut self) -> Result<Self> {
+        self.wait_log("took over from the previous server").await?;
+        self.wait_ready().await?;
+        Ok(self)
     }
 
     /// Starts one more server with the same flags.
@@ -384,8 +395,11 @@ impl<'a> Server<'a> {
 
     /// As [`Self::successor`], with the program of another version.
     pub fn successor_as(&self, version: Version) -> Result<Self> {
-        let name = format!("{}+", self.builder.name);
-        let builder = Builder { name, version, ..self.builder.clone() };
+        Self::start_beside(Builder { version, ..self.builder.clone() })
+    }
+
+    fn start_beside(mut builder: Builder<'a>) -> Result<Self> {
+        builder.name.push('+');
         let process = builder.spawn()?;
         Ok(Self::new(builder, process))
     }

@@ -1,4 +1,5 @@
 //! A second agent of the same node takes over from the first.
+use std::net::SocketAddr;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result, ensure};
@@ -8,11 +9,11 @@ use postern_testbed::client::{self, echo, end_of, visit};
 use postern_testbed::report::figure;
 use postern_testbed::server::Server;
 use postern_testbed::target::Behaviour;
-use postern_testbed::wait::wait_until;
+use postern_testbed::wait::{wait_for, wait_until};
 use serde_json::Value;
 use tokio::io::AsyncWriteExt as _;
 
-use super::ends::{ENDS, LENGTH, Open, finishes};
+use super::ends::{ENDS, LENGTH, Open, finishes, is_refused};
 use crate::common::{alongside, hold, server, session_of, target};
 use crate::mapped::{self, MAP, alongside_map, hold_mapped, visit_mapped};
 
@@ -113,6 +114,24 @@ pub(super) async fn agents_are_replaced_while_earlier_ones_drain(testbed: &Testb
     ensure!(status.code() == Some(0), "the last agent ended with {status}");
     ensure!(!fifth.state_dir().join("takeover").exists(), "its socket is left");
     Ok(())
+}
+
+/// The next agent has another `--forward`, and the first one still has a connection.
+pub(super) async fn an_agent_leaves_no_listener_behind(testbed: &Testbed) -> Result<()> {
+    let (server, _in_cloud) = mapped::server(testbed).await?;
+    let former = "--forward=127.0.0.1:9091=10.70.0.1:9300";
+    let mut first = Agent::enrol_with(&server, 1, &["--drain-timeout=2m", former]).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let held = hold(on_edge.address, b"before").await?;
+    let _second = alongside("a takeover", on_edge.address, first.take_over_with(MAP)).await?;
+    let (edge, former) = (&testbed.edge(1).ns, SocketAddr::from(([127, 0, 0, 1], 9091)));
+    wait_for("connects to the former address to be refused", ENDS, async || {
+        let connected = client::connect_from(edge, former, client::PATIENCE).await;
+        Ok(is_refused(connected).await?.then_some(()))
+    })
+    .await?;
+    visit_mapped(testbed).await?;
+    finishes(&mut first.process, held, on_edge.address).await
 }
 
 /// The successor had taken over: a third agent starts at once, whatever connections the first one still has.

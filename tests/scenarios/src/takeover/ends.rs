@@ -1,9 +1,10 @@
 //! The end of a program that a successor has replaced.
+use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use postern_testbed::client::{self, echo, end_of, visit};
+use postern_testbed::client::{self, echo, end_at_once, end_of, visit};
 use postern_testbed::process::Process;
 use postern_testbed::target::Target;
 use tokio::io::AsyncWriteExt as _;
@@ -55,4 +56,15 @@ pub(super) async fn finishes(first: &mut Process, mut held: TcpStream, on_edge: 
     let status = first.wait_exit(ENDS).await?;
     ensure!(status.code() == Some(0), "the first one ended with {status}");
     visit(on_edge).await.context("after the first one's end").map(drop)
+}
+
+/// Returns true if a connect to an address where nobody serves any more was refused, and false if the connection was
+/// reset. It must not wait.
+pub(super) async fn is_refused(connected: io::Result<TcpStream>) -> Result<bool> {
+    if connected.as_ref().is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused) {
+        return Ok(true);
+    }
+    let end = end_at_once(connected).await?;
+    ensure!(end == client::End::Reset, "it ended with {end:?}");
+    Ok(false)
 }

@@ -18,12 +18,14 @@ use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
 
-use crate::common::{alongside, hold, longest_alongside, pause, server, target};
+use crate::common::{alongside, hold, longest_alongside, pause, server, target, within};
+use crate::front;
+use crate::web::Web;
 use agents::{
-    agents_are_replaced_while_earlier_ones_drain, an_agent_is_replaced, an_agents_successor_dies,
-    an_agents_successor_dies_while_the_first_one_drains,
+    agents_are_replaced_while_earlier_ones_drain, an_agent_is_replaced, an_agent_leaves_no_listener_behind,
+    an_agents_successor_dies, an_agents_successor_dies_while_the_first_one_drains,
 };
-use ends::{ENDS, LENGTH, Open, finishes};
+use ends::{ENDS, LENGTH, Open, finishes, is_refused};
 use pair::a_pair_and_its_agent_are_replaced_under_load;
 
 scenarios! {
@@ -32,9 +34,11 @@ scenarios! {
     a_successor_that_dies_is_replaced(edges = 2, limit = 180),
     a_successor_dies_while_the_first_one_drains(limit = 180),
     a_server_that_dies_as_it_hands_over_leaves_nothing(edges = 2, limit = 180),
+    a_server_leaves_no_listener_behind(limit = 180),
     a_server_that_is_told_to_stop_waits_for_its_successor(edges = 2, limit = 180),
     a_server_that_waits_no_longer_leaves_the_redirect(edges = 2, limit = 180),
     an_agent_is_replaced(limit = 180),
+    an_agent_leaves_no_listener_behind(limit = 180),
     agents_are_replaced_while_earlier_ones_drain(limit = 180),
     an_agents_successor_dies(limit = 180),
     an_agents_successor_dies_while_the_first_one_drains(limit = 180),
@@ -45,6 +49,9 @@ scenarios! {
 
 /// Limit of a visit during an upgrade, which normally takes milliseconds.
 const STALL: Duration = Duration::from_secs(1);
+/// Limit of a connect to an address where nobody serves any more. A successor looks for three seconds if the server
+/// before is dead, and clients must not wait for that.
+const REFUSED: Duration = Duration::from_secs(1);
 /// Time limit for removing the pins of a dead server: it counts as dead after three seconds without a sign of life.
 const REMOVED: Duration = Duration::from_secs(10);
 
@@ -164,6 +171,39 @@ async fn a_successor_dies_while_the_first_one_drains(testbed: &Testbed) -> Resul
     second.wait_connected("edge-1", true, agent::START).await?;
     visit(on_edge.address).await?;
     finishes(&mut first.process, held, on_edge.address).await
+}
+
+/// The next server has another `--insecure-port`, and the first one still has a connection.
+async fn a_server_leaves_no_listener_behind(testbed: &Testbed) -> Result<()> {
+    let at = |port: u16| (format!("--insecure-port={port}"), SocketAddr::from(([127, 0, 0, 1], port)));
+    let (mut former, mut next) = (at(10264), at(11264));
+    let first = Builder::new(testbed).flag("--drain-timeout=2m").flag(&former.0);
+    let mut first = first.start().await?;
+    let _agents = agents(&first, 1).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let _web = Web::start(testbed, 1, 9100)?;
+    let mut draining = Vec::new();
+    within("a connect to the former address", REFUSED, async || {
+        let held = hold(on_edge.address, b"before").await?;
+        let second = alongside("a takeover", on_edge.address, first.take_over_with(&next.0)).await?;
+        let started = Instant::now();
+        let connect = async || is_refused(client::attempt(former.1, client::PATIENCE).await).await;
+        connect().await?;
+        let took = started.elapsed();
+        wait_until("connects to the former address to be refused", ENDS, connect, |refused| *refused).await?;
+        ensure!(first.process.ended()?.is_none(), "it ended with a connection open");
+        let request = b"GET / HTTP/1.0\r\nHost: edge-1:9100\r\n\r\n";
+        let answer = front::ask(client::connect(next.1).await?, request).await?;
+        ensure!(answer.contains(" 200 "), "at the new address: {answer:?}");
+        draining.push((std::mem::replace(&mut first, second), held));
+        std::mem::swap(&mut former, &mut next);
+        Ok(took)
+    })
+    .await?;
+    for (mut server, held) in draining {
+        finishes(&mut server.process, held, on_edge.address).await?;
+    }
+    Ok(())
 }
 
 /// The successor goes on, and removes the dead server's pins.
