@@ -1,50 +1,37 @@
-//! An agent's link, from the end of its TLS handshake to its own end: greeting, session, control messages.
+//! An agent's link, from the end of its TLS handshake to its own end: greeting and session.
 
 #[cfg(test)]
 pub(super) mod tests;
 
 use std::net::SocketAddr;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::Handle;
-use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, Sleep, sleep};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Streaming};
 use tunnel_link::grpc::{self, Channel, origin};
 use tunnel_link::link::{self, BBR_FEATURE, BBR_LINKS, Congestion, Flow, HANDSHAKE_TIMEOUT};
 use tunnel_link::proto::agent_client::AgentClient;
-use tunnel_link::proto::{
-    self, AgentEvent, Hello, LoopbackPorts, OpenLinks, Refused, Replaced, ServerDraining, Welcome,
-    agent_event, notice,
-};
+use tunnel_link::proto::{AgentEvent, Hello, Refused, Welcome, agent_event, notice};
 use tunnel_link::relay::{StallBound, Totals};
-use tunnel_pki::TrustBundle;
 use tunnel_runtime::NodeName;
-use tunnel_runtime::backoff::jittered;
 use tunnel_runtime::text::printable;
 
 use super::additional;
 use super::limits::CertifiedPlace;
-use super::link::{
-    EVENT_SPAN, End, Handover, LinkContext, MAX_EVENTS, Transport, end_after_last_bytes, finish, notify,
-    refused,
-};
+use super::link::{End, LinkContext, Transport, end_after_last_bytes, notify, refused};
+use super::notices::{follow, loopback_ports, replaced};
 use crate::admission::Shares;
 use crate::pki::{Credential, Refusal};
-use crate::runtime::settings::Settings;
-use crate::session::{Forgotten, Link, Links, Placing, Session, Streams, spread, told_within};
+use crate::session::{Forgotten, Link, Links, Placing, Session, Streams};
 
 /// Maximum size of a control message from an agent, in bytes.
 const MAX_MESSAGE: usize = 64 << 10;
-/// Pause before an unacknowledged notice is repeated.
-const AGAIN: Duration = Duration::from_secs(1);
 
 /// Node of the agent's certificate, and what is kept of that.
 #[derive(Clone, Debug)]
@@ -270,12 +257,6 @@ async fn not_admitted(client: &mut AgentClient<Channel>, refusal: Refusal) -> En
     refusal.into()
 }
 
-fn replaced(context: &LinkContext, session: &Session, by_successor: bool) -> notice::Notice {
-    let newer = context.sessions.get(&session.node);
-    let peer = newer.map_or_else(String::new, |newer| newer.peer.to_string());
-    notice::Notice::Replaced(Replaced { epoch: session.epoch, peer, by_successor })
-}
-
 /// Ends the older session of the same node, whose agent is gone or is a second one with the same identity. The older
 /// session finishes its connections instead if its agent was told to look for another server and has come back because
 /// that one died, or if its agent has a successor. In the latter case that agent is told, so that it does not take the
@@ -336,209 +317,4 @@ async fn greet(
         greeting = tokio::time::timeout(HANDSHAKE_TIMEOUT, greeting) => greeting.map_err(|_| End::NoHello)?,
         () = place.place.evicted() => Err(End::Evicted),
     }
-}
-
-/// Notices that were not sent yet, or not acknowledged because the agent's line was down for a moment or is slow.
-#[derive(Default)]
-struct Unheard {
-    roots: bool,
-    ports: bool,
-    /// Set if this server stops; true if it still serves.
-    leaving: Option<bool>,
-    /// Delay before the next attempt. Boxed: few sessions ever have one.
-    pause: Option<Pin<Box<Sleep>>>,
-}
-
-impl Unheard {
-    /// Schedules the notice that this server stops; `serving` is true if it still serves.
-    fn tell(&mut self, serving: bool, after: Duration) {
-        self.leaving = Some(serving);
-        self.pause = Some(Box::pin(sleep(after)));
-    }
-
-    /// Call when the pause is over: marks the notices that the agent has not acknowledged for repetition.
-    fn repeat(
-        &mut self,
-        bundle: &mut watch::Receiver<Arc<TrustBundle>>,
-        settings: &mut watch::Receiver<Arc<Settings>>,
-    ) {
-        if self.roots {
-            bundle.mark_changed();
-        }
-        if self.ports {
-            settings.mark_changed();
-        }
-        self.pause = None;
-        if self.leaving.is_some() {
-            self.wait();
-        }
-    }
-
-    /// Call after any other change. A scheduled stop notice keeps its time.
-    fn wait(&mut self) {
-        if self.leaving.is_some() && self.pause.is_some() {
-            return;
-        }
-        let any = self.roots || self.ports || self.leaving.is_some();
-        self.pause = any.then(|| Box::pin(sleep(AGAIN)));
-    }
-}
-
-/// Follows a registered session until it ends. `bundle` reports changes since the Welcome, which had these `loopback` ports.
-async fn follow(
-    context: &LinkContext,
-    session: &Arc<Session>,
-    client: &mut AgentClient<Channel>,
-    events: &mut Streaming<AgentEvent>,
-    (mut bundle, mut loopback): (watch::Receiver<Arc<TrustBundle>>, Vec<u32>),
-) -> End {
-    let mut settings = context.settings.clone();
-    // May have changed after the Welcome was sent.
-    settings.mark_changed();
-    let mut wanted = session.links.wanted();
-    let mut span = (Instant::now(), 0u32);
-    let mut handover = context.handover.clone();
-    // May have begun while the agent was greeted.
-    handover.mark_changed();
-    let (mut draining_sent, mut is_replaced, mut used_up) = (false, false, false);
-    let mut unheard = Unheard::default();
-    loop {
-        tokio::select! {
-            event = events.message() => match event {
-                Ok(Some(event)) => {
-                    if let Err(end) = take(context, session, event, &mut span) {
-                        return end;
-                    }
-                }
-                Ok(None) => {
-                    context.sessions.leave(session, true);
-                    finish(context, session, || session.links.connections()).await;
-                    return End::Left;
-                }
-                Err(status) => return End::Lost(Box::new(status)),
-            },
-            changed = bundle.changed(), if !draining_sent => {
-                if changed.is_err() { return End::Stopped }
-                let pem = bundle.borrow_and_update().to_pem();
-                unheard.roots = !notify(client, notice::Notice::TrustBundle(proto::TrustBundle { pem })).await;
-                unheard.wait();
-            }
-            changed = settings.changed(), if !draining_sent => {
-                if changed.is_err() { return End::Stopped }
-                let ports = loopback_ports(&settings.borrow_and_update());
-                if unheard.ports || ports != loopback {
-                    loopback.clone_from(&ports);
-                    unheard.ports = !notify(client, notice::Notice::LoopbackPorts(LoopbackPorts { ports })).await;
-                    unheard.wait();
-                }
-            }
-            // The session owns the sender.
-            Ok(()) = wanted.changed(), if !draining_sent && !used_up => {
-                if session.links.are_used_up() {
-                    // With many sessions the notice waits for minutes. Until then other notices go out, except OpenLinks.
-                    used_up = true;
-                    unheard.tell(false, attach_again_within(context, session));
-                    continue;
-                }
-                let links = session.links.missing();
-                tracing::debug!(node = %session.node, ?links, "requesting more links");
-                notify(client, notice::Notice::OpenLinks(OpenLinks { links })).await;
-            }
-            Ok(()) = handover.changed(), if !draining_sent => {
-                let now = *handover.borrow_and_update();
-                match now {
-                    Handover::Nothing if used_up => unheard.tell(false, attach_again_within(context, session)),
-                    // The notice that a successor gets this server's agents is dropped.
-                    Handover::Nothing => {
-                        unheard.leaving = None;
-                        unheard.wait();
-                    }
-                    Handover::Agents { over } => unheard.tell(true, jittered(over, 1.0)),
-                    Handover::All => unheard.tell(false, time_of_farewell(context)),
-                }
-            }
-            () = session.replaced.cancelled(), if !is_replaced => {
-                is_replaced = true;
-                if session.succeeded.load(Ordering::Relaxed) {
-                    notify(client, replaced(context, session, true)).await;
-                } else if !draining_sent && !used_up {
-                    draining_sent = true;
-                    unheard.tell(false, Duration::ZERO);
-                }
-            }
-            () = context.draining.cancelled(), if !draining_sent => {
-                draining_sent = true;
-                unheard.tell(false, time_of_farewell(context));
-            }
-            () = async { if let Some(pause) = &mut unheard.pause { pause.await } }, if unheard.pause.is_some() => {
-                if let Some(serving) = unheard.leaving {
-                    session.moving.store(true, Ordering::Relaxed);
-                    let heard = notify(client, leaving(context, serving)).await;
-                    unheard.leaving = (!heard).then_some(serving);
-                    // The handover may have gone on while the agent was told of its beginning.
-                    draining_sent |= !serving && *handover.borrow() == Handover::All;
-                }
-                unheard.repeat(&mut bundle, &mut settings);
-            }
-            () = session.closed.cancelled() => return End::Stopped,
-            () = context.stop.cancelled() => return End::Stopped,
-        }
-    }
-}
-
-/// Time after which the agent of a link that is used up is asked to attach again; this session then finishes its connections.
-/// When a root is retired, those of many agents are used up at once.
-fn attach_again_within(context: &LinkContext, session: &Session) -> Duration {
-    tracing::debug!(
-        node = %session.node,
-        "agent must reconnect: its certificate is no longer accepted, or the link is out of stream numbers"
-    );
-    jittered(spread(context.sessions.count(), context.drain_timeout), 1.0)
-}
-
-/// Random delay before telling an agent that this server stops, so that thousands do not reconnect at once and delay open
-/// connections.
-fn time_of_farewell(context: &LinkContext) -> Duration {
-    jittered(told_within(context.sessions.count(), context.drain_timeout), 1.0)
-}
-
-/// Takes an event of the agent. `span` counts the latest ones.
-fn take(
-    context: &LinkContext,
-    session: &Arc<Session>,
-    AgentEvent { event }: AgentEvent,
-    span: &mut (Instant, u32),
-) -> Result<(), End> {
-    if span.0.elapsed() > EVENT_SPAN {
-        *span = (Instant::now(), 0);
-    }
-    span.1 += 1;
-    if span.1 > MAX_EVENTS {
-        return Err(End::Flood);
-    }
-    match event {
-        Some(agent_event::Event::Draining(draining)) => {
-            if !draining.ending {
-                tracing::info!(node = %session.node, "agent is draining");
-            } else if !session.ending.swap(true, Ordering::Relaxed) {
-                let links: Vec<_> = session.links.all().iter().map(|link| link.flow.clone()).collect();
-                let metrics = context.metrics.clone();
-                tokio::spawn(async move { metrics.end_quiet_on(&links).await });
-            }
-            context.sessions.leave(session, false);
-        }
-        Some(agent_event::Event::Hello(_)) => return Err(End::HelloAgain),
-        // Of earlier agents, or to get traffic on the link.
-        Some(agent_event::Event::Addresses(_) | agent_event::Event::Load(_)) | None => {}
-    }
-    Ok(())
-}
-
-fn leaving(context: &LinkContext, serving: bool) -> notice::Notice {
-    let timeout_seconds = u32::try_from(context.drain_timeout.as_secs()).unwrap_or(u32::MAX);
-    notice::Notice::Draining(ServerDraining { timeout_seconds, serving })
-}
-
-fn loopback_ports(settings: &Settings) -> Vec<u32> {
-    settings.loopback.iter().map(|port| u32::from(*port)).collect()
 }

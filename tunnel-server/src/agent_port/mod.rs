@@ -13,6 +13,7 @@ mod known;
 mod konnectivity;
 mod limits;
 mod link;
+mod notices;
 mod peer;
 mod shut_out;
 

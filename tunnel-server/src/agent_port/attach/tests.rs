@@ -3,25 +3,29 @@
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicUsize;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use prometheus_client::registry::Registry;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, KeyPair};
 use tokio::io::DuplexStream;
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::time::sleep;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use tunnel_link::link::{Flow, LinkIo};
 use tunnel_link::outcome::Outcome;
 use tunnel_link::proto::agent_server::{Agent, AgentServer};
-use tunnel_link::proto::{Notice, NoticeAck, Segment};
+use tunnel_link::proto::{self, LoopbackPorts, Notice, NoticeAck, Segment, ServerDraining};
+use tunnel_pki::TrustBundle;
 
 use super::*;
 use crate::admission::Budget;
 use crate::agent_port::limits::ConnectionLimits;
+use crate::agent_port::link::Handover;
 use crate::metrics::{Connection, Metrics, Relayed};
 use crate::pki::Standing;
+use crate::runtime::settings::Settings;
 use crate::session::{MOST_STREAMS, Sessions};
 
 /// On the paused clock, longer than any pending event.
