@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::{HeaderMap, HeaderValue};
-use tokio::net::{TcpSocket, TcpStream};
+use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tonic::Code;
 use tunnel_link::link::Wire;
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{OF_NODE_HEADER, TARGET_HEADER, connect_target, prepare_socket};
+use tunnel_link::relay::{OF_NODE_HEADER, TARGET_HEADER, connect_target};
 use tunnel_runtime::admin::TUNNELLED;
 use tunnel_runtime::fair::FairShare;
 
@@ -176,21 +176,15 @@ impl Dialler {
         if let Some(network) = &self.network {
             return network.connect(target).await.map(Socket::Simulated);
         }
-        let socket = connect(target, self.policy.is_admin(target)).await?;
-        prepare_socket(&socket);
+        let socket = if self.policy.is_admin(target) {
+            // The agent recognizes connections of servers by their source address, which is IPv4.
+            let admin = SocketAddr::new(target.ip().to_canonical(), target.port());
+            connect_target(admin, Some(TUNNELLED.into())).await?
+        } else {
+            connect_target(target, None).await?
+        };
         Ok(Socket::Kernel(socket))
     }
-}
-
-/// Connects to a target. Connections to the agent's own admin port come from a special source address, by which it
-/// recognizes those of servers. That address is IPv4.
-async fn connect(target: SocketAddr, admin: bool) -> io::Result<TcpStream> {
-    if !admin {
-        return connect_target(target).await;
-    }
-    let socket = TcpSocket::new_v4()?;
-    socket.bind((TUNNELLED, 0).into())?;
-    socket.connect(SocketAddr::new(target.ip().to_canonical(), target.port())).await
 }
 
 /// Parses `grpc-timeout`: up to eight digits and a unit (gRPC over HTTP/2, "Requests").

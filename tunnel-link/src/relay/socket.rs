@@ -5,7 +5,7 @@
 //! that. A cancelled task and a killed process reset their connections too.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -53,21 +53,26 @@ pub fn listen_on(
     socket.listen(BACKLOG)
 }
 
-/// Connects to a target. If nothing listens on a port of this host, the kernel may choose that port as the source, and connect
-/// the socket to itself (simultaneous open, RFC 9293 section 3.5): this is refused.
+/// Connects to a target, from this address if there is one. If nothing listens on a port of this host, the kernel may choose that
+/// port as the source, and connect the socket to itself (simultaneous open, RFC 9293 section 3.5): this is refused.
 ///
 /// # Errors
-/// Those of connect(2).
-pub async fn connect_target(target: SocketAddr) -> io::Result<TcpStream> {
-    not_to_itself(TcpStream::connect(target).await?, target)
+/// Those of socket(2), bind(2) and connect(2).
+pub async fn connect_target(target: SocketAddr, from: Option<IpAddr>) -> io::Result<TcpStream> {
+    let socket = if target.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    // Before it connects: a client may leave while it does.
+    prepare_socket(&socket);
+    if let Some(from) = from {
+        socket.bind((from, 0).into())?;
+    }
+    not_to_itself(socket.connect(target).await?, target)
 }
 
 fn not_to_itself(socket: TcpStream, target: SocketAddr) -> io::Result<TcpStream> {
     // The unspecified address is this host's loopback.
     let target = if target.ip().is_unspecified() { socket.peer_addr()? } else { target };
     if socket.local_addr()? == target {
-        // Else the port would be taken for a minute when its program starts again.
-        reset_on_drop(&socket);
+        // It ends with a reset. Else the port would be taken for a minute when its program starts again.
         return Err(io::ErrorKind::ConnectionRefused.into());
     }
     Ok(socket)
@@ -86,6 +91,8 @@ pub fn tune_socket(socket: &impl AsFd) {
     refine("TCP_NODELAY", socket.set_tcp_nodelay(true));
     refine("SO_KEEPALIVE", socket.set_tcp_keepalive(&link::keepalive().with_time(KEEPALIVE_TIME)));
     refine("TCP_NOTSENT_LOWAT", socket.set_tcp_notsent_lowat(NOTSENT_LOWAT));
+    // Else an urgent byte is missing in what is read (RFC 6093 section 5).
+    refine("SO_OOBINLINE", socket.set_out_of_band_inline(true));
 }
 
 /// Makes the socket's close a TCP RST.
@@ -140,6 +147,11 @@ fn linger(socket: &impl AsFd, time: Option<Duration>) {
 
 #[cfg(test)]
 mod tests {
+    use std::future::poll_fn;
+    use std::task::Poll;
+
+    use tokio::io::AsyncReadExt as _;
+
     use super::*;
 
     #[tokio::test]
@@ -147,16 +159,43 @@ mod tests {
         let socket = TcpSocket::new_v4().unwrap();
         socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
         let own = socket.local_addr().unwrap();
+        reset_on_drop(&socket);
         let connected = socket.connect(own).await.expect("the kernel connects it to itself");
         let error = not_to_itself(connected, own).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
         let socket = TcpSocket::new_v4().unwrap();
+        reset_on_drop(&socket);
         socket.bind(own).unwrap();
         let unspecified = SocketAddr::from(([0, 0, 0, 0], own.port()));
         let connected = socket.connect(unspecified).await.expect("the kernel connects it to itself");
         assert!(not_to_itself(connected, unspecified).is_err());
         let listener = TcpListener::bind(own).await.expect("the port is free at once");
-        connect_target(listener.local_addr().unwrap()).await.unwrap();
+        connect_target(listener.local_addr().unwrap(), None).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_dial_that_nobody_waits_for_ends_with_a_reset() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut dial = Box::pin(connect_target(listener.local_addr().unwrap(), None));
+        // The kernel has made the connection, which is not seen yet.
+        assert!(poll_fn(|cx| Poll::Ready(dial.as_mut().poll(cx).is_pending())).await);
+        drop(dial);
+        let (mut accepted, _) = listener.accept().await.unwrap();
+        let error = accepted.read(&mut [0]).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+    }
+
+    #[tokio::test]
+    async fn an_urgent_byte_is_read_in_its_place() {
+        let listener = listen("127.0.0.1:0".parse().unwrap(), prepare_socket).unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (mut accepted, _) = listener.accept().await.unwrap();
+        let client = SockRef::from(&client);
+        assert_eq!((client.send(b"ab").unwrap(), client.send_out_of_band(b"!").unwrap()), (2, 1));
+        client.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut bytes = Vec::new();
+        accepted.read_to_end(&mut bytes).await.unwrap();
+        assert_eq!(bytes, b"ab!");
     }
 
     #[tokio::test]

@@ -10,9 +10,7 @@ use tokio::io::{AsyncRead, AsyncWrite, split};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{
-    Side, Totals, connect_target, copy, end_on_drop, flushed, lost, prepare_socket, reset_on_drop,
-};
+use tunnel_link::relay::{Side, Totals, connect_target, copy, end_on_drop, flushed, lost, reset_on_drop};
 use tunnel_runtime::net::lookup_holding;
 
 use super::access_log::AccessLogGuard;
@@ -57,11 +55,8 @@ pub(super) async fn connect(target: SocketAddr) -> Result<TcpStream, Failed> {
         outcome,
         reason: format!("dial tcp {target}: {why}"),
     };
-    match tokio::time::timeout(DIAL_TIMEOUT, connect_target(target)).await {
-        Ok(Ok(socket)) => {
-            prepare_socket(&socket);
-            Ok(socket)
-        }
+    match tokio::time::timeout(DIAL_TIMEOUT, connect_target(target, None)).await {
+        Ok(Ok(socket)) => Ok(socket),
         Ok(Err(error)) => match error.kind() {
             std::io::ErrorKind::ConnectionRefused => Err(failed(Outcome::Refused, &"connection refused")),
             std::io::ErrorKind::TimedOut => Err(failed(Outcome::TimedOut, &"i/o timeout")),
