@@ -292,6 +292,7 @@ async fn a_certificate_is_renewed_without_dropping_the_session() {
     tokio::time::timeout(DEADLINE, published.changed()).await.unwrap().unwrap();
     assert!(SystemTime::now() < not_after, "renewed before the end");
     let renewed = keeper.current();
+    drop(tokio::time::timeout(DEADLINE, keeper.hold_pending_key()).await.expect("it is stored"));
     assert_ne!(renewed.chain, old_chain);
     assert_eq!(renewed.node, node("edge-1"));
     assert_ne!(fs::read(config.state_dir.join("agent.key")).unwrap(), old_key, "a new key");

@@ -1,10 +1,15 @@
 //! Changing the CA under agents that are connected, down, or new.
 
 use std::fs;
+use std::process::Command;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
+use tokio::sync::oneshot;
+use tokio::time::timeout;
 use tunnel_pki::TrustBundle;
 use tunnel_pki::enrol::{EnrollConfig, IdentityKeeper, IdentityMetrics, Recovery};
+use tunnel_runtime::blocking::set_disk;
 use tunnel_server::pki::Lifetimes;
 
 use crate::harness::{DEADLINE, Session, TestServer, enroll, eventually, log};
@@ -81,6 +86,59 @@ async fn a_rotation_loses_no_agent() {
     assert!(Session::open(&server.address, &old_certificate).await.is_err());
     session.echo().await.unwrap();
     enroll(&server.agent("edge-4", "edge-4", Some(&server.token("edge-4")))).await.unwrap();
+}
+
+/// The renewal reads the file of its key, which is a pipe here.
+#[tokio::test]
+async fn a_disk_that_does_not_answer_delays_only_the_renewal() {
+    let server = TestServer::with(Lifetimes { agent: LIFE, ..Lifetimes::default() }).await;
+    let (config, identity) = server.enrolled("edge-1").await;
+    let mut session = Session::open(&server.address, &identity).await.unwrap();
+    let keeper = IdentityKeeper::start(config.clone(), identity, IdentityMetrics::default(), Recovery::Token);
+    let file = config.state_dir.join("agent.key.next");
+    assert!(Command::new("mkfifo").args(["-m", "600"]).arg(&file).status().unwrap().success());
+    let ((asked, is_asked), (answer, answers)) = (oneshot::channel(), mpsc::channel::<()>());
+    let disk = std::thread::spawn(move || {
+        // It is opened once somebody reads, who sees its end once it is closed.
+        let pipe = fs::OpenOptions::new().write(true).open(file).unwrap();
+        asked.send(()).unwrap();
+        let told = answers.recv_timeout(DEADLINE);
+        drop(pipe);
+        told
+    });
+    let new = server.ca.introduce().unwrap();
+    server.ca.activate().unwrap();
+    let pem = server_has(&server, 2, &new).await;
+    assert!(keeper.install_bundle(&pem, &session.server_chain).await.unwrap());
+    timeout(DEADLINE, is_asked).await.expect("the agent renews early").unwrap();
+    session.echo().await.unwrap();
+    answer.send(()).expect("the agent's only thread waited for the disk");
+    disk.join().unwrap().unwrap();
+    signed_by(&keeper, &new).await;
+}
+
+#[tokio::test]
+async fn new_roots_are_used_before_the_disk_has_them() {
+    let server = TestServer::start().await;
+    let (config, identity) = server.enrolled("edge-1").await;
+    let session = Session::open(&server.address, &identity).await.unwrap();
+    let keeper = IdentityKeeper::start(config.clone(), identity, IdentityMetrics::default(), Recovery::Token);
+    let (keeper, old) = (Arc::new(keeper), server.ca_hash());
+    server.ca.introduce().unwrap();
+    let pem = server_has(&server, 2, &old).await;
+    set_disk(|| Duration::from_secs(3600));
+    let install = {
+        let (keeper, pem) = (keeper.clone(), pem.clone());
+        async move { keeper.install_bundle(&pem, &session.server_chain).await.unwrap() }
+    };
+    let installing = tokio::spawn(install);
+    let mut identities = keeper.subscribe();
+    let used = identities.wait_for(|identity| identity.bundle.hashes().len() == 2);
+    timeout(DEADLINE, used).await.expect("the roots do not wait for the disk").unwrap();
+    let again = timeout(DEADLINE, keeper.install_bundle(&pem, &[])).await;
+    assert!(!again.expect("roots that are there wait for no disk").unwrap());
+    assert!(!installing.is_finished(), "nothing is stored yet");
+    installing.abort();
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -9,7 +9,7 @@ use tunnel_pki::{ALPN_TUNNEL, agent_tls};
 use super::connect::{Connected, connect};
 use super::serve::serve;
 use super::session_end::{Refusal, SessionEnd};
-use super::state::SessionState;
+use super::state::{SessionPhase, SessionState};
 
 /// Maximum attempts for one link. Behind a load balancer another server may answer.
 const TRIES: u32 = 8;
@@ -21,7 +21,9 @@ pub(super) fn open(first: &Arc<SessionState>, number: u32, tasks: &TaskTracker) 
     tasks.spawn(async move {
         let mut end = run(&first, number).await;
         for _ in 1..TRIES {
-            if !matches!(end, SessionEnd::Refused(Refusal::OtherServer)) {
+            // A first link that drains or ends gets no more links, at whichever server.
+            let wanted = matches!(*first.phase.borrow(), SessionPhase::Attached { .. });
+            if !wanted || !matches!(end, SessionEnd::Refused(Refusal::OtherServer)) {
                 break;
             }
             end = run(&first, number).await;

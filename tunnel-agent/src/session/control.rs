@@ -36,7 +36,7 @@ impl Agent for AgentService {
         if session.link == 0 {
             session.name_loopback_ports(ports(&welcome.loopback_ports));
             if !welcome.trust_bundle.is_empty() {
-                session.announce(welcome.trust_bundle).await;
+                session.announce(welcome.trust_bundle);
             }
         }
         let hello = Hello {
@@ -98,7 +98,7 @@ impl Agent for AgentService {
                 SessionPhase::Refused(Refusal::Replaced(replaced.peer))
             }
             Some(notice::Notice::TrustBundle(bundle)) => {
-                self.0.announce(bundle.pem).await;
+                self.0.announce(bundle.pem);
                 return Ok(Response::new(NoticeAck {}));
             }
             Some(notice::Notice::LoopbackPorts(named)) => {

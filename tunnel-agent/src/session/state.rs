@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -248,10 +249,14 @@ impl SessionState {
         1 + self.common.additional.all().len()
     }
 
-    /// Hands a trust bundle over to be installed.
-    pub(super) async fn announce(&self, bundle: String) {
+    /// Hands a trust bundle over to be installed. The server does not wait: the queue is full while a disk does not answer.
+    pub(super) fn announce(&self, bundle: String) {
         let (server, server_chain) = (self.server.to_string(), self.path.chain.clone());
-        let _ = self.shared.bundles.send(Announced { bundle, server, server_chain }).await;
+        let (bundles, stop) = (self.shared.bundles.clone(), self.stop.clone());
+        let announced = Announced { bundle, server, server_chain };
+        if let Err(TrySendError::Full(announced)) = bundles.try_send(announced) {
+            tokio::spawn(stop.run_until_cancelled_owned(async move { bundles.send(announced).await }));
+        }
     }
 
     /// True if the server has ever had this session in use.

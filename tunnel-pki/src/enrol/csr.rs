@@ -22,7 +22,7 @@ use tunnel_runtime::text::printable;
 
 use crate::enrol::EnrollError;
 use crate::enrol::attempt::{AttemptError, RETRIES, check_issued};
-use crate::enrol::files::IdentityFiles;
+use crate::enrol::files::{IdentityFiles, on_disk};
 use crate::{
     AgentIdentity, Holder, IdentityError, PrivateKey, TrustBundle, create_named_csr, pem_of_certificates,
 };
@@ -119,19 +119,23 @@ impl CsrEnrolment {
     }
 
     async fn enrol(&self) -> Result<AgentIdentity, EnrollError> {
-        self.files.prepare()?;
-        let key = self.files.pending_key()?;
+        let files = self.files.clone();
+        let key = on_disk(move || files.prepare().and_then(|()| files.pending_key())).await?;
         let identity = self.obtain(&key, Duration::ZERO).await?;
-        self.files.store(&identity)?;
-        Ok(identity)
+        let files = self.files.clone();
+        Ok(on_disk(move || files.store(&identity).map(|()| identity)).await?)
     }
 
     /// Obtains a new identity in place of one in use. Does not store it: as for a renewal the directory need not be
     /// writable.
     pub(crate) async fn obtain_again(&self, spread: Duration) -> Result<AgentIdentity, EnrollError> {
-        // A failure here recurs for the key and is logged there.
-        let _ = self.files.prepare();
-        let key = self.files.pending_key_or_unsaved()?;
+        let files = self.files.clone();
+        let key = on_disk(move || {
+            // A failure here recurs for the key and is logged there.
+            let _ = files.prepare();
+            files.pending_key_or_unsaved()
+        });
+        let key = key.await?;
         self.obtain(&key, spread).await
     }
 

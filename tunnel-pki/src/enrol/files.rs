@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use tunnel_runtime::blocking::blocking;
 use tunnel_runtime::files::{self, FileError, PRIVATE_FILE, PUBLIC_FILE};
 
 use crate::{AgentIdentity, Holder, IdentityError, PrivateKey, TrustBundle, pem_of_certificates};
@@ -22,6 +23,18 @@ pub(crate) fn has_certificate(state_dir: &Path, holder: Holder) -> bool {
 /// Names the file that is missing, cannot be read or does not fit the others.
 pub fn stored_identity(state_dir: &Path, holder: Holder) -> Result<Option<AgentIdentity>, IdentityError> {
     Ok(IdentityFiles::new(state_dir, holder).read()?.map(|(identity, _)| identity))
+}
+
+/// Reads or writes on a thread for that: an edge's disk may take long, and the caller's relays all connections.
+///
+/// # Errors
+/// Those of `work`. It has panicked, or the runtime ends.
+pub(crate) async fn on_disk<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, IdentityError> + Send + 'static,
+) -> Result<T, IdentityError> {
+    let interrupted =
+        |stopped| Err(IdentityError::Key(format!("work on its file was interrupted: {stopped}")));
+    blocking(work).await.unwrap_or_else(interrupted)
 }
 
 #[derive(Clone, Debug)]

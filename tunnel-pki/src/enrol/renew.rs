@@ -9,16 +9,17 @@ use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard, watch};
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_link::proto::RenewRequest;
 use tunnel_runtime::backoff::{Backoff, jittered};
-use tunnel_runtime::blocking::blocking;
 use tunnel_runtime::clock::Clock;
 use tunnel_runtime::config::HostPort;
 
 use crate::enrol::attempt::{AttemptError, RETRIES, is_orphaned};
 use crate::enrol::enrollment::Connection;
 use crate::enrol::error::enrol_by_token;
-use crate::enrol::files::IdentityFiles;
+use crate::enrol::files::{IdentityFiles, on_disk};
 use crate::enrol::{EnrollConfig, EnrollError, IdentityMetrics};
-use crate::{ALPN_GRPC, AgentIdentity, IdentityError, TrustBundle, Validity, agent_tls, create_csr};
+use crate::{
+    ALPN_GRPC, AgentIdentity, IdentityError, PrivateKey, TrustBundle, Validity, agent_tls, create_csr,
+};
 
 /// Maximum length of one sleep, so that a changed clock or a suspended machine is noticed.
 const LONGEST_SLEEP: Duration = Duration::from_secs(600);
@@ -28,6 +29,8 @@ const JITTER_SHARE: u32 = 20;
 const ROTATION_JITTER: Duration = Duration::from_secs(60);
 /// Retry interval for files that a full or read-only disk did not take.
 const STORE_RETRY: Duration = Duration::from_secs(10);
+/// Maximum wait for the disk before a renewal goes on without it.
+const PATIENCE: Duration = Duration::from_secs(30);
 /// Minimum delay before another attempt if a renewal brought no certificate of the newest root.
 const ROTATION_RETRY: Duration = Duration::from_secs(300);
 
@@ -128,17 +131,19 @@ impl IdentityKeeper {
         server_chain: &[CertificateDer<'_>],
     ) -> Result<bool, EnrollError> {
         let bundle = TrustBundle::from_pem(pem)?;
+        // Most are. The lock may be held for as long as a disk does not answer.
+        if self.current().bundle == bundle {
+            return Ok(false);
+        }
         let mut unsaved = self.renewer.storing.lock().await;
         let current = self.current();
         if current.bundle == bundle {
             return Ok(false);
         }
         bundle.verify_server(server_chain, current.clock.now())?;
-        let identity = current.with_bundle(bundle);
-        if !*unsaved {
-            let (files, bundle) = (self.renewer.files.clone(), identity.bundle.clone());
-            *unsaved = is_unsaved(&run_blocking(move || files.store_bundle(&bundle)).await);
-        }
+        let identity = Arc::new(current.with_bundle(bundle));
+        // First, as a disk that does not answer must not keep the roots from use.
+        self.renewer.current.send_replace(identity.clone());
         tracing::info!(roots = ?identity.bundle.hashes(), "trusted roots changed");
         if is_orphaned(&identity) && self.renewer.recovery == Recovery::Token {
             tracing::error!(
@@ -147,7 +152,10 @@ impl IdentityKeeper {
                 "certificate is signed by a root that is no longer trusted, new connections will be refused"
             );
         }
-        self.renewer.current.send_replace(Arc::new(identity));
+        if !*unsaved {
+            let files = self.renewer.files.clone();
+            *unsaved = is_unsaved(&on_disk(move || files.store_bundle(&identity.bundle)).await);
+        }
         Ok(true)
     }
 
@@ -174,16 +182,6 @@ fn is_unsaved(stored: &Result<(), IdentityError>) -> bool {
         );
     }
     stored.is_err()
-}
-
-/// Writes on a blocking thread: an edge's disk may be slow to sync.
-async fn run_blocking(
-    work: impl FnOnce() -> Result<(), IdentityError> + Send + 'static,
-) -> Result<(), IdentityError> {
-    blocking(work).await.unwrap_or_else(|stopped| {
-        // The write panicked, or the runtime is shutting down.
-        Err(IdentityError::Key(format!("writing the identity was interrupted: {stopped}")))
-    })
 }
 
 /// Reason for a renewal.
@@ -291,7 +289,7 @@ impl Renewer {
     ) -> Result<Option<Arc<AgentIdentity>>, AttemptError> {
         let old = Arc::clone(&self.current.borrow());
         let tls = agent_tls(&old, ALPN_GRPC).map_err(AttemptError::transient)?;
-        let key = self.files.pending_key_or_unsaved().map_err(AttemptError::transient)?;
+        let key = self.pending_key().await.map_err(AttemptError::transient)?;
         let csr = create_csr(&key).map_err(AttemptError::transient)?;
         let mut connection = Connection::open(&self.config.reach, server, &tls).await?;
         let response = Connection::answer(connection.client.renew(RenewRequest { csr })).await?;
@@ -313,12 +311,26 @@ impl Renewer {
         Ok(Some(self.store(identity, &mut unsaved).await))
     }
 
-    /// Stores the identity and publishes it, even if storing failed. `unsaved` is the value of `storing`.
+    /// The key to request a certificate for; one in memory if the disk fails or does not answer.
+    async fn pending_key(&self) -> Result<PrivateKey, IdentityError> {
+        let files = self.files.clone();
+        let key = on_disk(move || files.pending_key_or_unsaved());
+        tokio::time::timeout(PATIENCE, key).await.unwrap_or_else(|_| {
+            let waited_s = PATIENCE.as_secs();
+            tracing::warn!(
+                waited_s,
+                "disk does not answer, keeping the key of the new certificate in memory"
+            );
+            PrivateKey::generate()
+        })
+    }
+
+    /// Publishes the identity, and then stores it, which may fail or take long. `unsaved` is the value of `storing`.
     async fn store(&self, identity: AgentIdentity, unsaved: &mut bool) -> Arc<AgentIdentity> {
         let identity = Arc::new(identity);
+        self.current.send_replace(Arc::clone(&identity));
         *unsaved = is_unsaved(&self.write(&identity).await);
         self.metrics.set_not_after(identity.validity.not_after);
-        self.current.send_replace(Arc::clone(&identity));
         identity
     }
 
@@ -336,7 +348,7 @@ impl Renewer {
 
     async fn write(&self, identity: &Arc<AgentIdentity>) -> Result<(), IdentityError> {
         let (files, identity) = (self.files.clone(), Arc::clone(identity));
-        run_blocking(move || files.store(&identity)).await
+        on_disk(move || files.store(&identity)).await
     }
 }
 
