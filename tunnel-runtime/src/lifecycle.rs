@@ -19,8 +19,11 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
-/// Maximum time for which the end of a program waits for threads blocked in something else, such as a name lookup.
-const THREADS_END: Duration = Duration::from_secs(1);
+/// Maximum time for which the end of a runtime waits for threads blocked in something else, such as a name lookup.
+pub const THREADS_END: Duration = Duration::from_secs(1);
+/// The first field of the line of ignored signals in /proc/self/status, and SIGHUP's bit in the second (proc_pid_status(5)).
+const IGNORED: &str = "SigIgn:";
+const HANG_UP: u64 = 1;
 /// Usual soft limit of open files.
 const USUAL_OPEN_FILES: u32 = 1024;
 
@@ -36,6 +39,13 @@ pub fn block_on<T, E: From<io::Error>>(program: impl Future<Output = Result<T, E
     result
 }
 
+/// True if whoever started this process has it ignore SIGHUP.
+fn ignores_hang_up() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix(IGNORED));
+    ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask & HANG_UP != 0)
+}
+
 /// Stop state. `draining`: take nothing new and finish the work in flight. `forced`: end immediately; this implies
 /// draining. By default only [`Shutdown::begin`] and [`Shutdown::force`] trigger it. Clones share the state.
 #[derive(Clone, Debug, Default)]
@@ -45,8 +55,8 @@ pub struct Shutdown {
 }
 
 impl Shutdown {
-    /// Creates a shutdown triggered by SIGTERM and SIGINT: the first signal starts the drain, the second forces the
-    /// end.
+    /// Creates a shutdown triggered by SIGTERM, SIGINT and, unless nohup(1) has it ignored, SIGHUP, which a terminal sends when it
+    /// closes: the first signal starts the drain, the second forces the end.
     ///
     /// # Errors
     /// Fails if the signal handlers cannot be installed.
@@ -56,6 +66,7 @@ impl Shutdown {
     pub fn on_signals() -> io::Result<Self> {
         let mut term = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
+        let mut hang_up = (!ignores_hang_up()).then(|| signal(SignalKind::hangup())).transpose()?;
         let shutdown = Self::default();
         let trigger = shutdown.clone();
         tokio::spawn(async move {
@@ -63,6 +74,7 @@ impl Shutdown {
                 let name = tokio::select! {
                     Some(()) = term.recv() => "SIGTERM",
                     Some(()) = interrupt.recv() => "SIGINT",
+                    Some(()) = async { hang_up.as_mut()?.recv().await } => "SIGHUP",
                     else => return,
                 };
                 if trigger.is_draining() {
@@ -362,9 +374,13 @@ mod tests {
     #[tokio::test]
     async fn signals_drain_then_force() {
         // Install the handlers before raising the signals, so that they do not end the test process. SIGINT is used
-        // for both, since another test of this process must not see a stray SIGTERM.
+        // for the second, since another test of this process must not see a stray SIGTERM.
         let shutdown = Shutdown::on_signals().unwrap();
-        nix::sys::signal::raise(nix::sys::signal::Signal::SIGINT).unwrap();
+        nix::sys::signal::raise(nix::sys::signal::Signal::SIGHUP).unwrap();
+        if ignores_hang_up() {
+            // By nohup(1), also for this test.
+            nix::sys::signal::raise(nix::sys::signal::Signal::SIGINT).unwrap();
+        }
         tokio::time::timeout(Duration::from_secs(10), shutdown.draining()).await.unwrap();
         assert!(!shutdown.is_forced());
         nix::sys::signal::raise(nix::sys::signal::Signal::SIGINT).unwrap();

@@ -52,7 +52,7 @@ use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
 
 use crate::accept::Gate;
-use crate::lifecycle::Readiness;
+use crate::lifecycle::{Readiness, THREADS_END};
 use crate::logging;
 use crate::settled::Settling;
 
@@ -119,6 +119,7 @@ impl Admin {
             let tunnelled = self.clone().tunnelled_router();
             let serving = serve::answer(listener, self.router(), tunnelled);
             runtime.block_on(stopped.run_until_cancelled_owned(serving));
+            runtime.shutdown_timeout(THREADS_END);
         })?;
         Ok(Serving { stop, gate, thread: Some(thread) })
     }
