@@ -9,6 +9,7 @@ use std::thread::JoinHandle;
 
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
+use tunnel_runtime::lifecycle::THREADS_END;
 
 /// Number of ready tasks polled before the sockets are polled again; a small number keeps a busy link from starving
 /// others.
@@ -91,8 +92,10 @@ impl Threads {
             .event_interval(EVENT_INTERVAL)
             .build()?;
         let (handle, stop) = (runtime.handle().clone(), self.stop.clone());
-        let thread =
-            std::thread::Builder::new().name(name).spawn(move || runtime.block_on(stop.cancelled()))?;
+        let thread = std::thread::Builder::new().name(name).spawn(move || {
+            runtime.block_on(stop.cancelled());
+            runtime.shutdown_timeout(THREADS_END);
+        })?;
         self.threads.push(thread);
         Ok(handle)
     }
@@ -106,5 +109,28 @@ impl Drop for Threads {
                 tracing::error!("data path thread panicked");
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+    use std::sync::mpsc;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    #[test]
+    fn a_lookup_that_never_returns_does_not_keep_the_server() {
+        let (workers, threads) = Workers::start(1).unwrap();
+        let ((mut held, _open), (begun, is_begun)) = (io::pipe().unwrap(), mpsc::channel());
+        workers.next().spawn_blocking(move || {
+            begun.send(()).unwrap();
+            held.read(&mut [0])
+        });
+        is_begun.recv().unwrap();
+        let started = Instant::now();
+        drop(threads);
+        assert!(started.elapsed() < Duration::from_secs(20));
     }
 }
