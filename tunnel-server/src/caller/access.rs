@@ -50,10 +50,10 @@ pub fn kubelet_accesses(method: &Method, path: &str) -> Vec<Access> {
 }
 
 /// Returns the accesses for a request to another port of a node: metrics, or anything. Other paths have no meaning
-/// there.
-pub fn other_accesses(method: &Method, path: &str) -> Vec<Access> {
-    let subresources: &[&'static str] =
-        if is_below(path, "/metrics") { &["metrics", PROXY] } else { &[PROXY] };
+/// there. `switches`: another protocol may follow, in which nothing is checked.
+pub fn other_accesses(method: &Method, path: &str, switches: bool) -> Vec<Access> {
+    let reads = is_below(path, "/metrics") && !switches;
+    let subresources: &[&'static str] = if reads { &["metrics", PROXY] } else { &[PROXY] };
     subresources.iter().map(|subresource| Access { verb: verb(method), subresource }).collect()
 }
 
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn other_ports_have_metrics_only() {
         let of = |path| {
-            other_accesses(&Method::GET, path)
+            other_accesses(&Method::GET, path, false)
                 .into_iter()
                 .map(|access| access.subresource)
                 .collect::<Vec<_>>()
@@ -128,5 +128,7 @@ mod tests {
         assert_eq!(of("/metrics"), ["metrics", "proxy"]);
         assert_eq!(of("/logs/syslog"), ["proxy"]);
         assert_eq!(of("/stats"), ["proxy"]);
+        let switched = other_accesses(&Method::GET, "/metrics", true);
+        assert_eq!(switched, [Access { verb: "get", subresource: "proxy" }]);
     }
 }

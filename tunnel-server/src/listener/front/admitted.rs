@@ -247,7 +247,10 @@ impl Served {
         let Some((caller, reviewer)) = self.judge(caller, port)? else { return Ok(Vec::new()) };
         let path = wanted.path.as_ref().map_err(Failure::bad_request)?;
         let of_kubelet = destination.on_node && port == destination.node.kubelet_port;
-        let accesses = if of_kubelet { kubelet_accesses(method, path) } else { other_accesses(method, path) };
+        let accesses = match of_kubelet {
+            true => kubelet_accesses(method, path),
+            false => other_accesses(method, path, wanted.switches),
+        };
         reviewer.allow(caller, &accesses, &destination.node.node).await?;
         Ok(accesses)
     }

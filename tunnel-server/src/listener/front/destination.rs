@@ -8,6 +8,8 @@ use tunnel_runtime::text::printable;
 
 use tunnel_routing::split_host;
 
+use super::headers::wanted_upgrade;
+
 /// Header that names the node instead of Host.
 pub(super) const PROXY_HOST: &str = "x-tunnel-proxy-host";
 /// Header with the target, instead of the node's own address and Host's port.
@@ -29,6 +31,8 @@ pub struct RequestTarget {
     pub pod: Option<(String, String)>,
     /// The path as the target will read it; an error if it is ambiguous.
     pub path: Result<String, String>,
+    /// True if another protocol may follow.
+    pub switches: bool,
 }
 
 /// Parses the head of a request, without looking anything up.
@@ -68,7 +72,8 @@ pub fn parse_destination(head: &Parts) -> Result<RequestTarget, String> {
     };
     let path = decoded(head.uri.path());
     let pod = path.as_ref().ok().and_then(|path| pod_of(path));
-    Ok(RequestTarget { host: host.to_owned(), port, named, dest, pod, path })
+    let switches = wanted_upgrade(&head.headers).is_some();
+    Ok(RequestTarget { host: host.to_owned(), port, named, dest, pod, path, switches })
 }
 
 /// Returns the only value of a header.

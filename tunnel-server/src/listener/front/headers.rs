@@ -11,12 +11,16 @@ const HTTP2_SETTINGS: HeaderName = HeaderName::from_static("http2-settings");
 /// Prefix of the headers that are meant for this server.
 const OWN: &str = "x-tunnel-proxy-";
 
-/// Returns the protocols that the client wants instead of HTTP/1.1, if any. Clients offer h2c by default; it is never
-/// accepted.
+/// Returns the protocols that the client wants instead of HTTP/1.1, if any. Clients offer h2c by default; HTTP/2 and TLS are never
+/// accepted, in which requests would follow that nobody here checks.
 pub(super) fn wanted_upgrade(headers: &HeaderMap) -> Option<HeaderValue> {
-    let upgrade = headers.get(header::UPGRADE)?;
     let named = listed(headers, &header::CONNECTION).any(|name| name.eq_ignore_ascii_case("upgrade"));
-    (named && !upgrade.as_bytes().eq_ignore_ascii_case(b"h2c")).then(|| upgrade.clone())
+    let accepted = |protocol: &&str| {
+        let name = protocol.split('/').next().unwrap_or_default();
+        !["h2c", "h2", "http", "tls"].iter().any(|refused| name.eq_ignore_ascii_case(refused))
+    };
+    let wanted: Vec<_> = listed(headers, &header::UPGRADE).filter(accepted).collect();
+    (named && !wanted.is_empty()).then(|| HeaderValue::from_str(&wanted.join(", ")).ok()).flatten()
 }
 
 /// Returns the approximate number of bytes of a head.
@@ -189,7 +193,12 @@ mod tests {
             "websocket"
         );
         assert_eq!(wanted(&[("upgrade", "websocket")]), None);
-        assert_eq!(wanted(&[("connection", "upgrade, http2-settings"), ("upgrade", "h2c")]), None);
+        for refused in ["h2c", "H2C,h2c", "TLS/1.0, h2", "HTTP/2.0", ""] {
+            let headers = map(&[("connection", "upgrade, http2-settings"), ("upgrade", refused)]);
+            assert_eq!(wanted_upgrade(&headers), None, "{refused}");
+        }
+        let several = [("connection", "upgrade"), ("upgrade", "h2c, websocket"), ("upgrade", "foo/1")];
+        assert_eq!(wanted(&several).unwrap(), "websocket, foo/1");
     }
 
     #[test]
