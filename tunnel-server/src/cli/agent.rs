@@ -160,7 +160,10 @@ impl AgentCommand {
         let (records, broken): (Vec<Revocation>, Vec<anyhow::Error>) = match store {
             Store::Files(files) => {
                 let (known, broken) = files.load()?;
-                (known.records.into_values().collect(), broken.into_iter().map(Into::into).collect())
+                (
+                    known.records.into_values().collect(),
+                    broken.into_iter().map(|(_, error)| error.into()).collect(),
+                )
             }
             Store::ConfigMap(map) => {
                 let (records, broken) = map.list().await?;

@@ -17,6 +17,8 @@ use super::issued::IssuedLedger;
 use super::material::{CaMaterial, KEY_SUFFIX, ROOTS, key_names};
 
 const DIRECTORY: &str = "ca";
+/// Begins the name of a CA that is being written.
+const STAGED: &str = ".ca-";
 /// File with the name of the Secret that the directory is a copy of.
 const SOURCE: &str = "secret";
 const BACKUP: &str = "restore it from a backup; only if there is none, move the directory `ca` away: a new CA is created \
@@ -50,6 +52,7 @@ impl Ca {
         let ca = Self { state_dir: state_dir.to_owned(), lifetimes };
         files::create_private_directory(state_dir)?;
         let _lock = ca.lock()?;
+        ca.clear_staged();
         if !ca.directory().exists() {
             ca.place(ca.stage(&CaMaterial::generate()?, None)?)?;
             tracing::info!(path = %ca.directory().display(), ca_hash = ca.state()?.hash(), "created a new CA");
@@ -92,7 +95,7 @@ impl Ca {
     /// it is a copy of.
     fn stage(&self, material: &CaMaterial, secret: Option<&str>) -> Result<TempDir, PkiError> {
         let new = tempfile::Builder::new()
-            .prefix(".ca-")
+            .prefix(STAGED)
             .permissions(Permissions::from_mode(0o700))
             .tempdir_in(&self.state_dir)
             .map_err(|error| PkiError::io(&self.directory(), error))?;
@@ -104,6 +107,18 @@ impl Ca {
             write_source(new.path(), secret)?;
         }
         Ok(new)
+    }
+
+    /// Removes what was staged when a process or the host died: it has private keys. The caller holds the lock.
+    fn clear_staged(&self) {
+        for entry in fs::read_dir(&self.state_dir).into_iter().flatten().flatten() {
+            let path = entry.path();
+            if entry.file_name().as_encoded_bytes().starts_with(STAGED.as_bytes())
+                && let Err(error) = fs::remove_dir_all(&path)
+            {
+                tracing::warn!(path = %path.display(), %error, "failed to remove an unfinished CA, remove it");
+            }
+        }
     }
 
     /// Gives a staged CA its name, which must be free.
@@ -190,6 +205,7 @@ impl Ca {
         let ca = Self { state_dir: state_dir.to_owned(), lifetimes };
         files::create_private_directory(state_dir)?;
         let _lock = ca.lock()?;
+        ca.clear_staged();
         // Unusable files are kept too.
         let present = ca.directory().exists().then(|| ca.material());
         let known = present.as_ref().and_then(|present| present.as_ref().ok()?.state(lifetimes).ok());

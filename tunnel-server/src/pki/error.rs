@@ -52,6 +52,12 @@ impl PkiError {
         IdentityError::io(path, source).into()
     }
 
+    /// True if a file may be as good as ever, but could not be read or written just now.
+    pub(super) fn is_io(&self) -> bool {
+        let (Self::File(error) | Self::Identity(IdentityError::File(error))) = self else { return false };
+        matches!(error, FileError::Io { .. })
+    }
+
     pub(super) fn sign(error: &rcgen::Error) -> Self {
         Self::Sign(error.to_string())
     }

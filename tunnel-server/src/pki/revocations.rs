@@ -79,7 +79,7 @@ fn after(before: Option<&Revocation>, now: Timestamp) -> Timestamp {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Revocations {
     pub records: BTreeMap<Subject, Revocation>,
-    /// Those whose file is unusable: they count as revoked.
+    /// Those whose file is unusable, or was not read yet: they count as revoked.
     pub damaged: BTreeSet<Subject>,
 }
 
@@ -112,18 +112,18 @@ impl RevocationStore {
         self.0.write(&record.subject.to_string(), record)
     }
 
-    /// Returns the records, and an error for each unusable file.
+    /// Returns the records, and an error for each file that is unusable or could not be read.
     ///
     /// # Errors
     /// If the directory cannot be read; if it does not exist there are no records.
-    pub fn load(&self) -> Result<(Revocations, Vec<PkiError>), PkiError> {
+    pub fn load(&self) -> Result<(Revocations, Vec<(Subject, PkiError)>), PkiError> {
         let (mut known, mut errors) = (Revocations::default(), Vec::new());
         for name in self.0.names()? {
             let Ok(subject) = name.parse::<Subject>() else { continue };
             match self.read(&subject) {
                 Ok(record) => known.records.extend(record.map(|record| (subject, record))),
                 Err(error) => {
-                    errors.push(error);
+                    errors.push((subject.clone(), error));
                     known.damaged.insert(subject);
                 }
             }
@@ -160,9 +160,15 @@ impl RevocationStore {
         let _lock = self.0.lock()?;
         let mut merged = Ok(());
         for record in records {
-            if record.follows(self.read(&record.subject).ok().flatten().as_ref()) {
-                merged = merged.and(self.write(record));
-            }
+            let present = match self.read(&record.subject) {
+                // It may be newer.
+                Err(error) if error.is_io() => Err(error),
+                present => Ok(present.ok().flatten()),
+            };
+            merged = merged.and(present.and_then(|present| match record.follows(present.as_ref()) {
+                true => self.write(record),
+                false => Ok(()),
+            }));
         }
         merged
     }
@@ -178,23 +184,28 @@ impl RevocationStore {
         Ok(watch::Sender::new(Arc::new(known)))
     }
 
-    /// Publishes the records whenever they change, until `stop`. If they cannot be read, the known ones stay.
+    /// Publishes the records whenever they change, until `stop`. Known ones that cannot be read stay.
     pub async fn follow(self, publish: watch::Sender<Arc<Revocations>>, stop: CancellationToken) {
         let mut watch = FileWatch::new("revocations");
         let mut logged = LogOnce::default();
         loop {
-            // Before reading, so that a later change is an event. Any file of the directory will do.
-            watch.follow([self.0.directory().join("_").as_path()]);
             let store = self.clone();
             let read = tokio::task::spawn_blocking(move || {
+                let directory = store.0.directory();
+                // Before reading, so that a later change is an event. Any file of the directory will do.
+                watch.follow([directory.join("_").as_path()]);
                 // `load` treats a missing directory as empty; here it existed before.
-                fs::metadata(store.0.directory())
-                    .map_err(|error| PkiError::io(&store.0.directory(), error))?;
-                store.load()
+                let read = fs::metadata(&directory).map_err(|error| PkiError::io(&directory, error));
+                (read.and_then(|_| store.load()), watch)
             });
-            match read.await {
-                Ok(Ok((known, errors))) => {
-                    let text = errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+            // Otherwise the runtime is being shut down.
+            let Ok((read, now)) = read.await else { return };
+            watch = now;
+            match read {
+                Ok((mut known, errors)) => {
+                    known.keep_unread(&publish.borrow(), &errors);
+                    let text =
+                        errors.iter().map(|(_, error)| error.to_string()).collect::<Vec<_>>().join("; ");
                     if text.is_empty() {
                         logged.clear();
                     } else if logged.is_new(&text) {
@@ -213,13 +224,11 @@ impl RevocationStore {
                         changed
                     });
                 }
-                Ok(Err(error)) => {
+                Err(error) => {
                     if logged.is_new(&error) {
                         tracing::error!(%error, "failed to read the revocations, keeping the known ones");
                     }
                 }
-                // The runtime is being shut down.
-                Err(_) => return,
             }
             tokio::select! {
                 () = stop.cancelled() => return,
@@ -236,6 +245,16 @@ impl Revocations {
     /// Those that are revoked now.
     pub fn revoked(&self) -> impl Iterator<Item = &Revocation> {
         self.records.values().filter(|record| record.readmitted.is_none())
+    }
+
+    /// Takes the records of files that could not be read from `before`.
+    fn keep_unread(&mut self, before: &Self, errors: &[(Subject, PkiError)]) {
+        for (subject, _) in errors.iter().filter(|(_, error)| error.is_io()) {
+            if let Some(record) = before.records.get(subject) {
+                self.damaged.remove(subject);
+                self.records.insert(subject.clone(), record.clone());
+            }
+        }
     }
 }
 
@@ -284,7 +303,7 @@ mod tests {
             fs::write(store.0.path("edge-1"), text).unwrap();
             let (known, errors) = store.load().unwrap();
             assert!(known.damaged.contains(&node("edge-1")) && known.records.is_empty(), "{text:?}");
-            let error = errors[0].to_string();
+            let error = errors[0].1.to_string();
             let path = store.0.path("edge-1");
             assert!(
                 error.contains(path.to_str().unwrap()) && error.contains("agent revoke edge-1"),
@@ -294,6 +313,23 @@ mod tests {
         }
         store.revoke(&node("edge-1"), now).unwrap();
         assert_eq!(store.load().unwrap().0.revoked().count(), 1);
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_read_for_now_changes_nothing() {
+        let (_directory, store, now) = store();
+        let revoked = store.revoke(&node("edge-1"), now).unwrap();
+        let readmitted = store.readmit(&node("edge-1"), later(now, 10)).unwrap();
+        let before = store.load().unwrap().0;
+        // Reading a directory fails with EISDIR.
+        let path = store.0.path("edge-1");
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        let (mut known, errors) = store.load().unwrap();
+        assert!(known.damaged.contains(&node("edge-1")), "at the start it may be a revocation");
+        known.keep_unread(&before, &errors);
+        assert_eq!(known.records[&node("edge-1")], readmitted);
+        assert!(known.damaged.is_empty() && store.merge(&[revoked]).is_err());
     }
 
     #[test]

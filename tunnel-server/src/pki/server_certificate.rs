@@ -11,6 +11,7 @@ use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_pki::{ServerTls, TrustBundle, Validity, peer_tls, validity};
+use tunnel_runtime::blocking::blocking;
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::net::{InterfaceAddress, interface_addresses};
 
@@ -160,7 +161,7 @@ impl Renewal {
                 _ = turn.tick() => {}
                 changed = self.names.changed() => if changed.is_err() { return },
             }
-            match self.refresh() {
+            match self.refresh().await {
                 Ok(()) => {
                     if self.failing.clear() {
                         tracing::info!("server certificate and CA up to date again");
@@ -175,12 +176,19 @@ impl Renewal {
         }
     }
 
-    /// Reissues the certificate if necessary. After an error the last good state stays. The files are a few kilobytes,
-    /// so they are read on the runtime's thread.
-    fn refresh(&mut self) -> Result<(), PkiError> {
-        let fingerprint = self.ca.fingerprint()?;
-        let ca_changed = fingerprint != self.fingerprint;
-        let state = if ca_changed { Arc::new(self.ca.state()?) } else { Arc::clone(&self.state.borrow()) };
+    /// Reissues the certificate if necessary. After an error the last good state stays.
+    async fn refresh(&mut self) -> Result<(), PkiError> {
+        let (ca, present) = (self.ca.clone(), self.fingerprint.clone());
+        // Listeners wait on this thread, and a disk may not answer.
+        let read = blocking(move || {
+            let fingerprint = ca.fingerprint()?;
+            let changed = (fingerprint != present).then(|| ca.state()).transpose()?;
+            Ok::<_, PkiError>((fingerprint, changed))
+        });
+        let interrupted = |stopped| Err(PkiError::Sign(format!("reading the CA was interrupted: {stopped}")));
+        let (fingerprint, changed) = read.await.unwrap_or_else(interrupted)?;
+        let ca_changed = changed.is_some();
+        let state = changed.map_or_else(|| self.state.borrow().clone(), Arc::new);
         let sans = self.names.borrow_and_update().sans();
         // It is not valid yet if the clock was ahead when it was issued.
         let current = (self.validity.not_before..self.validity.renew_at()).contains(&state.clock().now());

@@ -58,7 +58,11 @@ fn a_new_ca_is_private_and_stays_the_same() {
     assert_eq!(mode(&state_dir), 0o700);
     assert_eq!(mode(&state_dir.join("ca")), 0o700);
     assert_eq!(mode(&only_key(&state_dir)), 0o600);
+    let unfinished = state_dir.join(".ca-x");
+    fs::create_dir(&unfinished).unwrap();
+    fs::write(unfinished.join("x.key"), "").unwrap();
     let again = Ca::load_or_create(&state_dir, Lifetimes::default()).unwrap();
+    assert!(!unfinished.exists(), "a key stays that nobody removes");
     assert_eq!(again.state().unwrap().hash(), hash);
     let left: Vec<_> = fs::read_dir(&state_dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left.len(), 2, "only `ca` and `lock`: {left:?}");
