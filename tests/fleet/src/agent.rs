@@ -4,7 +4,7 @@ use std::future::ready;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, Result, anyhow};
 use kube::Client;
@@ -67,10 +67,17 @@ pub(crate) fn host(index: usize) -> IpAddr {
     IpAddr::V4(Ipv4Addr::new(10, 1, 0, last))
 }
 
-/// Where an agent waits for its successor, and the address from which that comes.
-pub(crate) fn takeover(index: usize) -> (SocketAddr, IpAddr) {
+/// Address of the host that has a copy of that node's disk.
+pub(crate) fn twin(index: usize) -> IpAddr {
     let last = u8::try_from(index + 1).unwrap_or(u8::MAX);
-    let [waits, comes] = [4, 5].map(|net| IpAddr::V4(Ipv4Addr::new(10, net, 0, last)));
+    IpAddr::V4(Ipv4Addr::new(10, 8, 0, last))
+}
+
+/// Where the agent of a host waits for its successor, and the address from which that comes.
+pub(crate) fn takeover(host: Host) -> (SocketAddr, IpAddr) {
+    let IpAddr::V4(address) = host.address() else { unreachable!("all hosts have such addresses") };
+    let [net, last] = [1, 3].map(|byte| address.octets()[byte]);
+    let [waits, comes] = [3, 4].map(|more| IpAddr::V4(Ipv4Addr::new(10, net + more, 0, last)));
     (SocketAddr::new(waits, 1), comes)
 }
 
@@ -78,17 +85,21 @@ pub(crate) fn node(index: usize) -> Result<NodeName> {
     format!("edge-{index}").parse().map_err(|error| anyhow!("{error}"))
 }
 
-/// An identity that the CA has signed.
-pub(crate) fn identity(ca: &Ca, index: usize) -> Result<AgentIdentity> {
+/// An identity that the CA has signed, and that counts as issued after this time.
+pub(crate) fn identity(ca: &Ca, index: usize, after: SystemTime) -> Result<AgentIdentity> {
     let (state, key) = (ca.state()?, PrivateKey::generate()?);
-    let issued = state.issue_agent(&node(index)?, &public_key_of_csr(&create_csr(&key)?)?)?;
+    let (node, public) = (node(index)?, public_key_of_csr(&create_csr(&key)?)?);
+    let issued = state.issue_for((Holder::Agent, &node), &public, Duration::MAX, after)?;
     Ok(AgentIdentity::new(issued.chain, key.to_der(), state.bundle().clone())?)
 }
 
 /// How an agent starts.
 pub(crate) struct Start<'a> {
     pub(crate) net: &'a Net,
+    /// Index of its node.
     pub(crate) index: usize,
+    /// The host that it runs on: the node's own, or another one with a copy of the disk.
+    pub(crate) at: Host,
     pub(crate) process: usize,
     pub(crate) identity: &'a AgentIdentity,
     /// The API server, where it gets another identity than that.
@@ -113,7 +124,7 @@ impl Start<'_> {
             state_dir: self.state_dir.clone(),
             token: None,
             reach: runtime.config.reach.clone(),
-            clock: Host::Agent(self.index).clock(),
+            clock: self.at.clock(),
         };
         let (bundles, announced) = mpsc::channel(16);
         let running = Arc::<OnceLock<Running>>::default();
@@ -134,7 +145,7 @@ impl Start<'_> {
         let signal = Shutdown::default();
         let parts = Parts {
             net: self.net.clone(),
-            index: self.index,
+            at: self.at,
             state_dir: self.state_dir,
             servers: self.servers,
             runtime: runtime.clone(),
@@ -167,11 +178,12 @@ impl Start<'_> {
     pub(crate) fn runtime(&self, flags: &[String]) -> Result<Runtime> {
         let cli = parse_flags::<Cli>(flags).context("the agent's flags")?;
         let mut config = cli.run.config(Vec::new())?;
-        let network = self.net.at(host(self.index), KEEPALIVE);
+        let network = self.net.at(self.at.address(), KEEPALIVE);
         // Without the environment's proxy.
         config.reach = Reach { network: Some(network), ..Reach::default() };
         let runtime =
             Runtime::new(config, Places::new(1024, 1 << 30), Metrics::new(&mut Registry::default()));
+        // Of the node. A copy is where these addresses are used as well.
         runtime.addresses.send_replace(Arc::new(vec![host(self.index)]));
         Ok(runtime)
     }
@@ -180,7 +192,7 @@ impl Start<'_> {
 /// The parts with which a process serves.
 struct Parts {
     net: Net,
-    index: usize,
+    at: Host,
     state_dir: PathBuf,
     servers: usize,
     runtime: Runtime,
@@ -199,8 +211,8 @@ impl Parts {
     /// Serves until the signal, which comes from a successor too.
     async fn serve(self, signal: Shutdown) {
         let Self { net, runtime, running, bundles, mut announced, .. } = self;
-        let (waits, comes) = takeover(self.index);
-        let admin = SocketAddr::new(host(self.index), 10266);
+        let (waits, comes) = takeover(self.at);
+        let admin = SocketAddr::new(self.at.address(), 10266);
         let before = loop {
             let before = match net.succeed(comes, waits) {
                 Ok(stream) => Predecessor::at(&self.state_dir, stream).await,

@@ -10,7 +10,7 @@ use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy, split};
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tunnel_runtime::accept::Gate;
 use tunnel_server::agent_port::Accept as _;
@@ -24,14 +24,55 @@ use crate::network::{Listener, Net};
 const PORTS: u16 = 20_000;
 /// Maximum bytes in a piece.
 const PIECE: usize = 16 << 10;
+/// The same of one that does not read all the time: eight of these are more than all windows and buffers hold.
+const LARGE_PIECE: usize = 512 << 10;
 /// Maximum time in which a client writes.
 const WRITES: Duration = Duration::from_secs(8);
 /// The same of one that ends complete: with the time on its way this is less than [`crate::server::DRAIN`].
 const DRAINS: Duration = Duration::from_secs(3);
+/// Maximum time for which a client does not read that ends complete.
+const PAUSES: Duration = Duration::from_millis(1500);
+/// One that ends complete has done so within this time.
+const COMPLETES: Duration = Duration::from_secs(8);
 /// A connection has ended after so long: it is opened within about 12 s, and ends with its session on a silent path.
 const ENDS: Duration = Duration::from_secs(60);
 /// The same at an agent of konnectivity's, which notices a silent path after 80 s.
 const ENDS_LATER: Duration = Duration::from_secs(100);
+
+/// How a client deals with its socket.
+#[derive(Clone, Copy, Debug, Default)]
+enum Socket {
+    #[default]
+    Reads,
+    /// After so many bytes it does not read for a time.
+    Pauses { after: usize, lasts: Duration },
+    /// It never reads, and goes after this time.
+    Deaf { lasts: Duration },
+    /// It goes after so many bytes, and does not wait for the others.
+    Resets { after: usize },
+}
+
+impl Socket {
+    fn of(random: &mut StdRng, completes: bool) -> Self {
+        let after = random.random_range(0..PIECE);
+        let most = if completes { PAUSES } else { WRITES * 2 };
+        let lasts = most.mul_f64(random.random());
+        match random.random_range(0..8) {
+            0 | 1 => Self::Pauses { after, lasts },
+            2 => Self::Deaf { lasts: lasts + WRITES * 2 },
+            3 => Self::Resets { after },
+            _ => Self::Reads,
+        }
+    }
+
+    /// Time for which it does not read.
+    fn lasts(self) -> Duration {
+        match self {
+            Self::Pauses { lasts, .. } | Self::Deaf { lasts } => lasts,
+            Self::Reads | Self::Resets { .. } => Duration::ZERO,
+        }
+    }
+}
 
 /// A client of the plan.
 #[derive(Clone, Debug)]
@@ -50,6 +91,7 @@ pub(crate) struct Client {
     pause: Duration,
     /// Nothing fails meanwhile: it gets everything back.
     completes: bool,
+    socket: Socket,
 }
 
 impl Client {
@@ -70,7 +112,27 @@ impl Client {
             pieces,
             pause: most.mul_f64(random.random()) / pieces,
             completes,
+            socket: Socket::Reads,
         }
+    }
+
+    /// The client may read late, or never, or go in the middle.
+    pub(crate) fn with_socket(mut self, random: &mut StdRng) -> Self {
+        self.socket = Socket::of(random, self.completes);
+        match self.socket {
+            // Also the time in which all of its bytes arrive.
+            Socket::Pauses { .. } => self.pause /= 4,
+            // It fills all windows at once.
+            Socket::Deaf { .. } => (self.pieces, self.pause) = (8, Duration::ZERO),
+            Socket::Reads | Socket::Resets { .. } => {}
+        }
+        self
+    }
+
+    /// Another one on the same session, if this one does not read, though nothing fails: that must not stall the other.
+    pub(crate) fn beside(&self, number: u16) -> Option<Self> {
+        let deaf = matches!(self.socket, Socket::Deaf { .. }) && self.completes;
+        deaf.then(|| Self { number, seed: !self.seed, socket: Socket::Reads, ..self.clone() })
     }
 
     /// Lasts until the connection has ended, also that of the agent with the target. Returns what to note.
@@ -79,23 +141,32 @@ impl Client {
     /// If the client gets what it must not get, or something does not end.
     pub(crate) async fn run(self, net: Net, listener: Piped, killed: CancellationToken) -> Result<String> {
         let (number, gone) = (self.number, CancellationToken::new());
-        let within = if self.of_konnectivity { ENDS_LATER } else { ENDS };
+        let within = self.socket.lasts() + if self.of_konnectivity { ENDS_LATER } else { ENDS };
         let target = SocketAddr::new(agent::host(self.node), PORTS + number);
         let echo = tokio::spawn(echo(net.listen(target, Gate::new(true)), gone.clone()));
-        let (sent, mut back) = (self.bytes(), Vec::new());
+        let (sent, mut back, begin) = (self.bytes(), Vec::new(), Instant::now());
         let relaying = killed.run_until_cancelled(self.relay(&listener, target, &sent, &mut back));
         let ended = match timeout(within, relaying).await {
             Ok(ended) => ended.unwrap_or_else(|| Err(anyhow!("its server was killed"))),
             Err(_) => bail!("the connection of client {number} does not end within {within:?}"),
         };
         gone.cancel();
+        let lasted = begin.elapsed();
+        ensure!(
+            !self.completes || self.goes() || lasted < COMPLETES,
+            "client {number} takes {lasted:?}, while nothing fails"
+        );
         ensure!(sent.starts_with(&back), "client {number} gets other bytes back than it has sent");
         let (all, got) = (sent.len(), back.len());
         tracing::debug!(number, all, got, ?ended, "connection of a client");
         match &ended {
+            Ok(()) if self.goes() => {}
             Ok(()) => ensure!(got == all, "client {number} gets an end of file after {got} of {all} bytes"),
             Err(error) => {
-                ensure!(!self.completes, "client {number} is cut after {got} of {all} bytes: {error:#}");
+                ensure!(
+                    !self.completes || self.goes(),
+                    "client {number} is cut after {got} of {all} bytes: {error:#}"
+                );
             }
         }
         match timeout(within, echo).await {
@@ -105,9 +176,19 @@ impl Client {
         Ok(format!("client {number} {}", if ended.is_ok() { "is done" } else { "is cut" }))
     }
 
+    /// True if it does not wait for all of its bytes.
+    fn goes(&self) -> bool {
+        matches!(self.socket, Socket::Deaf { .. } | Socket::Resets { .. })
+    }
+
     fn bytes(&self) -> Vec<u8> {
         let mut random = StdRng::seed_from_u64(self.seed);
-        let mut bytes = vec![0_u8; self.pieces as usize * random.random_range(1..=PIECE)];
+        let most = match self.socket {
+            Socket::Reads | Socket::Resets { .. } => PIECE,
+            Socket::Pauses { .. } | Socket::Deaf { .. } => LARGE_PIECE,
+        };
+        let least = if matches!(self.socket, Socket::Deaf { .. }) { most } else { 1 };
+        let mut bytes = vec![0_u8; self.pieces as usize * random.random_range(least..=most)];
         random.fill(&mut bytes[..]);
         bytes
     }
@@ -125,7 +206,23 @@ impl Client {
         let (stream, record) = listener.open(request, own).await.map_err(anyhow::Error::msg)?;
         let (mut read, mut write) = split(stream);
         let reading = async {
-            while read.read_buf(back).await? > 0 {
+            if let Socket::Deaf { lasts } = self.socket {
+                sleep(lasts).await;
+                return Ok(());
+            }
+            let mut paused = false;
+            loop {
+                match self.socket {
+                    Socket::Resets { after } if back.len() >= after => break,
+                    Socket::Pauses { after, lasts } if back.len() >= after && !paused => {
+                        paused = true;
+                        sleep(lasts).await;
+                    }
+                    _ => {}
+                }
+                if read.read_buf(back).await? == 0 {
+                    break;
+                }
                 // The protocol has no half-close, so the client closes once it has read everything.
                 if self.of_konnectivity && back.len() == sent.len() {
                     break;
@@ -150,7 +247,9 @@ impl Client {
             ended = reading => ended,
             never = writing => never,
         };
-        record.end();
+        if !self.goes() {
+            record.end();
+        }
         Ok(ended?)
     }
 }

@@ -3,6 +3,7 @@
 use std::io;
 use std::time::{Duration, SystemTime};
 
+use anyhow::Result;
 use futures_util::stream;
 use http::{Method, Request, Response};
 use http_body_util::{BodyExt as _, StreamBody};
@@ -15,6 +16,7 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tunnel_runtime::NodeName;
+use tunnel_server::pki::Revocation;
 
 use crate::agent;
 
@@ -151,6 +153,16 @@ impl Cluster {
         let conditions = node["status"]["conditions"].as_array()?;
         let ours = conditions.iter().find(|condition| condition["type"] == "PosternTunnel")?;
         ours["status"].as_str().map(str::to_owned)
+    }
+
+    /// Writes what an operator says of a node: revokes it, or readmits it.
+    pub(crate) fn set_revocation(&self, record: &Revocation) -> Result<()> {
+        let (maps, name) = ("/api/v1/namespaces/kube-system/configmaps", "tunnel-revoked-agents");
+        let data = self.api.get(maps, name).map_or_else(|| json!({}), |map| map["data"].clone());
+        let mut map = json!({"metadata": {"name": name, "namespace": NAMESPACE}, "data": data});
+        map["data"][record.subject.to_string()] = json!(serde_json::to_string(record)?);
+        self.api.put(maps, map);
+        Ok(())
     }
 
     /// The server that holds the Lease.

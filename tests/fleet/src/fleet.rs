@@ -1,8 +1,10 @@
 //! A fleet that runs a plan.
 
+mod identities;
 mod steps;
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -15,7 +17,7 @@ use tunnel_pki::AgentIdentity;
 use tunnel_runtime::blocking::set_disk;
 use tunnel_runtime::clock::Clock;
 use tunnel_runtime::files::create_private_directory;
-use tunnel_server::pki::{Ca, Lifetimes};
+use tunnel_server::pki::{Ca, Lifetimes, Revocation};
 
 use crate::agent::{self, Agent};
 use crate::client::Client;
@@ -51,6 +53,10 @@ pub(crate) struct Fleet {
     /// The processes of each server and of each agent, the oldest first.
     pub(crate) servers: Vec<Vec<Server>>,
     pub(crate) agents: Vec<Vec<Agent>>,
+    /// The second agents of nodes, whose disks were copied, by node.
+    pub(crate) twins: BTreeMap<usize, Agent>,
+    /// The last revocation or readmission of each node that has one.
+    revoked: BTreeMap<usize, Revocation>,
     /// Clients that are connected.
     pub(crate) clients: JoinSet<Result<String>>,
     /// Number of the next process of each server, and of each agent.
@@ -73,13 +79,16 @@ pub(crate) struct Fleet {
 pub(crate) enum Host {
     Server(usize),
     Agent(usize),
+    /// Where a copy of that agent's disk runs.
+    Twin(usize),
 }
 
 impl Host {
-    fn address(self) -> std::net::IpAddr {
+    pub(crate) fn address(self) -> IpAddr {
         match self {
             Self::Server(index) => server::address(index).ip(),
             Self::Agent(index) => agent::host(index),
+            Self::Twin(index) => agent::twin(index),
         }
     }
 
@@ -87,6 +96,7 @@ impl Host {
         Clock::of(match self {
             Self::Server(index) => 2 * index + 1,
             Self::Agent(index) => 2 * index + 2,
+            Self::Twin(index) => 2 * index + 1002,
         })
     }
 }
@@ -133,6 +143,7 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
         }
         fleet.servers.iter_mut().for_each(|processes| processes.retain(|server| !server.has_ended()));
         fleet.agents.iter_mut().for_each(|processes| processes.retain(|agent| !agent.has_ended()));
+        fleet.twins.retain(|_, agent| !agent.has_ended());
         fleet.restart_killed(&mut model)?;
         while let Some(client) = fleet.clients.try_join_next() {
             model.note(&client??);
@@ -142,6 +153,8 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
         let next = events.first_key_value().map_or(look, |((at, _), _)| look.min(*at));
         sleep_until(begin + next).await;
     }
+    // What waits for a slow disk is a task, and servers always have some.
+    set_disk(|| AT_ONCE);
     while let Err(error) = model.finish(&fleet) {
         if begin.elapsed() > end + RENEWAL {
             return Err(error);
@@ -219,8 +232,8 @@ impl Fleet {
         let hosts = hosts(&plan).collect::<Vec<_>>();
         hosts.iter().for_each(|host| host.clock().set(RIGHT.now()));
         let ca = Ca::load_or_create(&dir.join("ca"), lifetimes(&plan, RIGHT))?;
-        let identities =
-            (0..plan.agents).map(|index| agent::identity(&ca, index)).collect::<Result<Vec<_>>>()?;
+        let identities = (0..plan.agents).map(|index| agent::identity(&ca, index, SystemTime::UNIX_EPOCH));
+        let identities = identities.collect::<Result<Vec<_>>>()?;
         let net = Net::new(random);
         for (agent, delays) in plan.delays.iter().enumerate() {
             for (server, delay) in delays.iter().enumerate() {
@@ -242,6 +255,8 @@ impl Fleet {
             identities,
             servers: (0..plan.servers).map(|_| Vec::new()).collect(),
             agents: (0..plan.agents).map(|_| Vec::new()).collect(),
+            twins: BTreeMap::new(),
+            revoked: BTreeMap::new(),
             clients: JoinSet::new(),
             processes: vec![0; plan.servers],
             agent_processes: vec![0; plan.agents],
@@ -254,15 +269,22 @@ impl Fleet {
         })
     }
 
+    /// The state directory that the processes of a server share.
+    fn state_of(&self, server: usize) -> PathBuf {
+        self.dir.join(format!("server-{server}"))
+    }
+
     fn start_server(&mut self, index: usize) -> Result<()> {
         let process = (index, self.processes[index]);
         self.processes[index] += 1;
         let clock = Host::Server(index).clock();
+        let own = self.state_of(index);
         let (state_dir, of_ca) = if self.cluster.is_some() {
             // Processes of a server find what those before them knew. Each server has a copy of the cluster's CA.
-            let state_dir = self.dir.join(format!("server-{index}"));
-            copy_ca(self.ca.state_dir(), &state_dir)?;
-            (state_dir.clone(), state_dir)
+            copy_ca(self.ca.state_dir(), &own)?;
+            (own.clone(), own)
+        } else if self.plan.reads.is_some() {
+            (own, self.ca.state_dir().to_owned())
         } else {
             (self.dir.join(server::id_of(process)), self.ca.state_dir().to_owned())
         };
@@ -277,6 +299,7 @@ impl Fleet {
             files: self.plan.files,
             konnectivity: self.plan.of_konnectivity > 0,
             ends_when_passed: !self.plan.in_cluster,
+            reads: self.plan.reads,
         };
         self.servers[index].push(start.start()?);
         Ok(())
@@ -301,7 +324,7 @@ impl Fleet {
     fn set_busy(&mut self, host: Host, takes: Option<Duration>) {
         let (waits, comes) = match host {
             Host::Server(index) => server::takeover(index),
-            Host::Agent(index) => agent::takeover(index),
+            Host::Agent(_) | Host::Twin(_) => agent::takeover(host),
         };
         self.net.set_delay(waits.ip(), comes, takes.unwrap_or(AT_ONCE));
         let times = self.busy.entry(host).or_default();
@@ -311,20 +334,33 @@ impl Fleet {
         times.extend(takes.map(|takes| (takes, None)));
     }
 
-    fn start_agent(&mut self, index: usize) -> Result<()> {
-        let process = self.agent_processes[index];
-        self.agent_processes[index] += 1;
-        let start = agent::Start {
+    fn how_to_start(&self, index: usize, at: Host, process: usize) -> agent::Start<'_> {
+        agent::Start {
             net: &self.net,
             index,
+            at,
             process,
             identity: &self.identities[index],
             cluster: self.cluster.as_ref(),
-            state_dir: self.dir.join(format!("agent-{index}")),
+            state_dir: self.state_at(at),
             servers: self.plan.servers,
             links: self.plan.links,
             ends_when_passed: !self.plan.in_cluster,
-        };
+        }
+    }
+
+    /// The state directory of the agent on a host.
+    fn state_at(&self, host: Host) -> PathBuf {
+        self.dir.join(match host {
+            Host::Agent(index) | Host::Server(index) => format!("agent-{index}"),
+            Host::Twin(index) => format!("twin-{index}"),
+        })
+    }
+
+    fn start_agent(&mut self, index: usize) -> Result<()> {
+        let process = self.agent_processes[index];
+        self.agent_processes[index] += 1;
+        let start = self.how_to_start(index, Host::Agent(index), process);
         let agent = match self.plan.is_of_konnectivity(index) {
             true => start.start_of_konnectivity()?,
             false => start.start()?,
@@ -392,11 +428,19 @@ impl Fleet {
                 self.start_agent(index)?;
                 model.disturbed(Host::Agent(index), None);
             }
-            Event::Begin(step) => self.begin(&step, model)?,
-            Event::End(step) => self.end(&step, model)?,
+            Event::Begin(step) => {
+                model.contested(step.host_of_agent());
+                self.begin(&step, model)?;
+            }
+            Event::End(step) => {
+                model.contested(step.host_of_agent());
+                self.end(&step, model)?;
+            }
             Event::Busy(host, takes) => self.set_busy(host, Some(takes)),
             Event::EndOne(Host::Server(index), end, relays) => self.end_one(index, end, relays, model),
-            Event::EndOne(Host::Agent(index), end, relays) => self.end_agent(index, end, relays, model),
+            Event::EndOne(Host::Agent(index) | Host::Twin(index), end, relays) => {
+                self.end_agent(index, end, relays, model);
+            }
             Event::Open(client) => self.open(client),
         }
         Ok(())

@@ -11,7 +11,6 @@ use tunnel_runtime::files::create_private_directory;
 use tunnel_runtime::lifecycle::Shutdown;
 
 use crate::agent::{Agent, Sessions, Start};
-use crate::fleet::Host;
 use crate::server;
 
 /// Address that leads to all servers, in turn for each host.
@@ -47,7 +46,7 @@ impl Start<'_> {
         ];
         let runtime = self.runtime(&flags)?;
         let mut config = runtime.config.konnectivity.clone().unwrap_or_else(|| unreachable!("its flags"));
-        config.clock = Host::Agent(self.index).clock();
+        config.clock = self.at.clock();
         let metrics = KonnectivityMetrics::register(&mut Registry::default());
         let set = Set::new(Shared::new(runtime.clone(), config, metrics));
         let signal = Shutdown::default();

@@ -10,6 +10,7 @@ mod konnectivity;
 mod model;
 mod network;
 mod plan;
+mod revocations;
 mod seeds;
 mod server;
 mod view;

@@ -3,6 +3,9 @@
 mod cluster;
 mod few;
 mod finish;
+mod peers;
+mod revocations;
+mod twins;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hasher as _};
@@ -13,6 +16,8 @@ use tokio::time::Instant;
 use tunnel_runtime::NodeName;
 
 use self::cluster::Told;
+use self::revocations::Shut;
+use self::twins::Twins;
 use crate::agent;
 use crate::fleet::{Fleet, Host};
 use crate::plan::Plan;
@@ -69,7 +74,8 @@ pub(crate) fn settles(plan: &Plan) -> Duration {
     let refused = if plan.may_lower_epochs() { REFUSED } else { Duration::ZERO };
     let told = if plan.has_api { cluster::SETTLES + cluster::ENROLS } else { Duration::ZERO };
     let attaches = if plan.of_konnectivity > 0 { STREAMS } else { ATTACHES };
-    plan.patience.max(attaches) + leaves + refused + told + Duration::from_secs(10)
+    let contested = twins::settles(plan) + revocations::settles(plan);
+    plan.patience.max(attaches) + leaves + refused + told + contested + Duration::from_secs(10)
 }
 
 /// State of the checks of one run.
@@ -103,6 +109,8 @@ pub(crate) struct Model {
     ending_agents: BTreeMap<Process, Instant>,
     patience: Duration,
     told: Told,
+    twins: Twins,
+    shut: Shut,
     /// As it was seen last.
     view: View,
     /// When something happened last.
@@ -131,6 +139,8 @@ impl Model {
             ending_agents: BTreeMap::new(),
             patience: fleet.plan.patience.max(ATTACHES),
             told: Told::new(fleet.plan.agents),
+            twins: Twins::default(),
+            shut: Shut::new(&fleet.plan),
             view: View::default(),
             noted: Instant::now(),
             trace: DefaultHasher::new(),
@@ -161,6 +171,7 @@ impl Model {
         let renewed =
             [one, other].into_iter().filter_map(|host| self.righted.get(&host).map(|at| *at + RENEWS));
         *due = (*due).max(renewed.fold(Instant::now(), Instant::max) + time);
+        self.twins.happened(one, other, Instant::now() + time.max(self.patience));
         if self.wrong.contains(&one) || self.wrong.contains(&other) {
             self.waiting.insert(pair);
         }
@@ -196,13 +207,14 @@ impl Model {
         let others: Vec<Host> = match with {
             Some(other) => vec![other],
             None => {
-                (0..self.servers).map(Host::Server).chain((0..self.nodes.len()).map(Host::Agent)).collect()
+                let hosts = (0..self.servers).map(Host::Server).chain((0..self.nodes.len()).map(Host::Agent));
+                hosts.chain(self.twins.hosts()).collect()
             }
         };
         for other in others {
             let time = match (host, other) {
                 (Host::Server(_), Host::Server(_)) => LINKS,
-                (Host::Agent(_), _) if self.epochs_fall => self.patience + REFUSED,
+                (Host::Agent(_) | Host::Twin(_), _) if self.epochs_fall => self.patience + REFUSED,
                 _ => self.patience,
             };
             self.within(host, other, time);
@@ -216,9 +228,9 @@ impl Model {
 
     /// Agents cannot attach for this time.
     pub(crate) fn excused(&mut self, lasts: Duration) {
-        for agent in 0..self.nodes.len() {
+        for agent in (0..self.nodes.len()).map(Host::Agent).chain(self.twins.hosts()) {
             for server in 0..self.servers {
-                self.within(Host::Agent(agent), Host::Server(server), lasts + self.patience);
+                self.within(agent, Host::Server(server), lasts + self.patience);
             }
         }
     }
@@ -231,8 +243,8 @@ impl Model {
             let busy = busy.max(fleet.busy(Host::Server(index)) * 2);
             self.within(Host::Server(server), Host::Server(index), LINKS_AGAIN + busy);
         }
-        for index in 0..self.nodes.len() {
-            self.within(Host::Server(server), Host::Agent(index), MOVES + busy);
+        for agent in (0..self.nodes.len()).map(Host::Agent).chain(self.twins.hosts()) {
+            self.within(Host::Server(server), agent, MOVES + busy);
         }
     }
 
@@ -312,6 +324,8 @@ impl Model {
         if fleet.plan.is_limited() {
             self.limited(fleet)?;
         }
+        self.two(fleet)?;
+        self.shut(fleet)?;
         self.told(fleet)?;
         self.enrolled(fleet)?;
         self.outdated(fleet)
@@ -363,6 +377,9 @@ impl Model {
             let Some(agent) = self.nodes.iter().position(|node| *node == session.node) else {
                 bail!("{} has a session of {}", server.id, session.node);
             };
+            if self.of_two(server, agent, &session)? {
+                continue;
+            }
             let host = agent::host(agent);
             ensure!(session.peer.ip() == host, "{}: {} is at {}", server.id, session.node, session.peer);
             let highest = self.epochs.entry((server.process, agent)).or_default();
@@ -377,32 +394,47 @@ impl Model {
         Ok(())
     }
 
+    /// No session outlasts a silent path, at either end.
+    fn outlasts(&self, fleet: &Fleet, index: usize, number: usize, seen: &OfServer) -> Result<()> {
+        let (drops, leaves) =
+            if number < self.of_konnectivity { (GONE, GONE) } else { (OF_STREAM_GONE, STREAM_GONE) };
+        let twin = self.view.twins.get(&number).into_iter();
+        let agents = [Host::Agent(number), Host::Twin(number)];
+        let processes = [self.view.agents[number].iter().collect::<Vec<_>>(), twin.collect()];
+        for ((host, processes), of_twin) in agents.into_iter().zip(processes).zip([false, true]) {
+            let Some(lasts) = fleet.silence_between(Host::Server(index), host) else { continue };
+            let here = seen.epochs[number].filter(|_| seen.of_twin[number] == of_twin);
+            let node = &self.nodes[number];
+            ensure!(
+                lasts < drops || here.is_none(),
+                "server-{index} has a session of {node} that outlasts its path: {here:?}",
+            );
+            ensure!(
+                lasts < leaves || !processes.iter().any(|process| process.attached[index]),
+                "{node} has a session with server-{index} that outlasts its path",
+            );
+        }
+        Ok(())
+    }
+
     /// Agents are attached, both ends mean the same session, and clients' connections reach it.
     fn attached(&self, fleet: &Fleet, index: usize, server: &Server) -> Result<()> {
         let Some(seen) = self.view.server(index) else { return Ok(()) };
         for (number, node) in self.nodes.iter().enumerate() {
             let agent = &self.view.agents[number];
-            if self.may_refuse(fleet, index, number)? || !agent.iter().any(|process| process.enrolled) {
+            if self.may_refuse(fleet, index, number)?
+                || self.is_shut_out(index, number)
+                || !agent.iter().any(|process| process.enrolled)
+            {
                 continue;
             }
-            let there: Vec<_> = agent.iter().filter_map(|process| process.epochs[index]).collect();
-            let silence = fleet.silence_between(Host::Server(index), Host::Agent(number));
-            let (drops, leaves) =
-                if number < self.of_konnectivity { (GONE, GONE) } else { (OF_STREAM_GONE, STREAM_GONE) };
-            if let Some(lasts) = silence {
-                let here = seen.epochs[number];
-                ensure!(
-                    lasts < drops || here.is_none(),
-                    "{} has a session of {node} that outlasts its path: {here:?}",
-                    server.id
-                );
-                ensure!(
-                    lasts < leaves || !agent.iter().any(|process| process.attached[index]),
-                    "{node} has a session with {} that outlasts its path",
-                    server.id
-                );
-            }
-            if fleet.plan.is_limited() || !self.is_due(fleet, Host::Server(index), Host::Agent(number)) {
+            let there = agent.iter().chain(self.view.twins.get(&number));
+            let there: Vec<_> = there.filter_map(|process| process.epochs[index]).collect();
+            self.outlasts(fleet, index, number, seen)?;
+            let host = Host::Server(index);
+            let due = self.is_due(fleet, host, Host::Agent(number))
+                || (self.twins.has(number) && self.is_due(fleet, host, Host::Twin(number)));
+            if fleet.plan.is_limited() || !due {
                 continue;
             }
             let processes = &self.view.servers[index];
@@ -423,90 +455,6 @@ impl Model {
                 server.id
             );
         }
-        Ok(())
-    }
-
-    /// A server that does not answer is given up: another one may have its nodes as well.
-    fn given_up(&self, fleet: &Fleet, index: usize, server: &Server) -> Result<()> {
-        let Some(seen) = self.view.server(index) else { return Ok(()) };
-        for other in &seen.linked {
-            let silence = fleet.silence_between(Host::Server(index), Host::Server(*other));
-            ensure!(
-                silence.is_none_or(|lasts| lasts < SILENCE),
-                "{} is linked with server-{other}, which is silent for {SILENCE:?}",
-                server.id
-            );
-        }
-        Ok(())
-    }
-
-    /// The other servers know whom this one has.
-    fn known(&self, fleet: &Fleet, index: usize, server: &Server) -> Result<()> {
-        for other in 0..self.servers {
-            let (Some(follower), Some(seen)) = (fleet.server(other), self.view.server(other)) else {
-                continue;
-            };
-            if other == index
-                || !self.goes_on(other)
-                || self.may_not_know_nodes(fleet, other)
-                || !self.is_due(fleet, Host::Server(index), Host::Server(other))
-            {
-                continue;
-            }
-            for session in server.runtime.sessions.all() {
-                let Some(node) = self.nodes.iter().position(|node| *node == session.node) else { continue };
-                let processes = self.view.servers[index].iter();
-                let mut having = processes.filter(|process| process.epochs[node].is_some());
-                // New links go to the process that stays. The agent may still be attached to the one that stops.
-                let goes_on = self.view.servers[index].iter().rev().find(|process| process.is_settled);
-                let moves =
-                    goes_on.is_some_and(|it| it.process != server.process) && having.clone().count() == 1;
-                // A process takes a moment to tell the other servers of a new session.
-                let has_just = |process: &Server| {
-                    process.runtime.sessions.get(&session.node).is_some_and(|own| own.since.elapsed() < KNOWN)
-                };
-                ensure!(
-                    fleet.servers[index].iter().any(has_just)
-                        || moves
-                        || having.any(|process| seen.holders[node].contains(&process.process)),
-                    "{} does not know that {} has {}",
-                    follower.id,
-                    server.id,
-                    session.node
-                );
-            }
-        }
-        Ok(())
-    }
-
-    /// A server's knowledge of another one is at most [`KNOWN`] old.
-    fn outdated(&mut self, fleet: &Fleet) -> Result<()> {
-        let mut stale = BTreeMap::new();
-        for index in 0..self.servers {
-            let Some(follower) = self.view.server(index) else { continue };
-            for (node, holders) in follower.holders.iter().enumerate() {
-                for holder in holders {
-                    let due = self.is_due(fleet, Host::Server(index), Host::Server(holder.0));
-                    let mut processes = self.view.servers[holder.0].iter();
-                    let has = |of: &OfServer| of.process == *holder && of.epochs[node].is_some();
-                    if due && !processes.any(has) {
-                        let key = (follower.process, *holder, node);
-                        let since = self.stale.get(&key).copied().unwrap_or_else(Instant::now);
-                        ensure!(
-                            since.elapsed() < KNOWN,
-                            "server-{}.{} believes that server-{}.{} has {}",
-                            key.0.0,
-                            key.0.1,
-                            holder.0,
-                            holder.1,
-                            self.nodes[node]
-                        );
-                        stale.insert(key, since);
-                    }
-                }
-            }
-        }
-        self.stale = stale;
         Ok(())
     }
 }

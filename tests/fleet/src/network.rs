@@ -43,6 +43,8 @@ struct State {
     /// Number of connections of each host to a load balancer.
     turns: BTreeMap<IpAddr, usize>,
     connections: BTreeMap<u64, Connection>,
+    /// When each host dialled each address: last, and before.
+    dials: BTreeMap<(IpAddr, SocketAddr), [Option<Instant>; 2]>,
     next: u64,
 }
 
@@ -78,6 +80,7 @@ impl Net {
             balanced: BTreeMap::new(),
             turns: BTreeMap::new(),
             connections: BTreeMap::new(),
+            dials: BTreeMap::new(),
             next: 1,
         })))
     }
@@ -173,6 +176,8 @@ impl Net {
         let mut state = self.0.lock();
         let number = state.next;
         state.next += 1;
+        let dials = state.dials.entry((host, to)).or_default();
+        *dials = [Some(Instant::now()), dials[0]];
         let from = SocketAddr::new(host, 10_000 + u16::try_from(number % 50_000).unwrap_or(0));
         state.connections.insert(number, Connection::new(from, to, keepalive));
         drop(state);
@@ -184,6 +189,11 @@ impl Net {
     /// Opens a connection to who waits there for successors.
     pub(crate) fn succeed(&self, host: IpAddr, to: SocketAddr) -> io::Result<Box<dyn Stream>> {
         Ok(Box::new(self.open_to(host, to, Duration::MAX)?))
+    }
+
+    /// When a host dialled an address the last two times.
+    pub(crate) fn dials(&self, host: IpAddr, to: SocketAddr) -> [Option<Instant>; 2] {
+        self.0.lock().dials.get(&(host, to)).copied().unwrap_or_default()
     }
 
     /// The connections of which neither end is closed, by the hosts that they are between.

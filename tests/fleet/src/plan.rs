@@ -1,10 +1,14 @@
 //! The events of a fleet, from a seed.
 
+mod step;
+
 use std::time::Duration;
 
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
+use self::step::between;
+pub(crate) use self::step::{End, PathFault, Step, TwinEnd, Upgrade};
 use crate::client::Client;
 use crate::fleet::Host;
 use crate::model::settles;
@@ -22,6 +26,8 @@ pub(crate) struct Plan {
     pub(crate) in_cluster: bool,
     /// The servers follow an API server, and one of them writes to it.
     pub(crate) has_api: bool,
+    /// Nodes are revoked: a server keeps what it knows of that in a folder, and reads it so often.
+    pub(crate) reads: Option<Duration>,
     /// Open files of each server, by which its places are bounded.
     pub(crate) files: u32,
     /// Lifetime of all certificates.
@@ -44,120 +50,8 @@ pub(crate) struct Plan {
     pub(crate) patience: Duration,
 }
 
-/// By how much all clocks jump back at a time.
-const BACK: Duration = Duration::from_secs(30);
-
-/// One thing that happens.
-#[derive(Clone, Debug)]
-pub(crate) enum Step {
-    /// The path between an agent and a server is silent.
-    Silence { agent: usize, server: usize, lasts: Duration },
-    /// All paths of an agent are silent.
-    Offline { agent: usize, lasts: Duration },
-    /// The path between two servers is silent.
-    Partition { one: usize, other: usize, lasts: Duration },
-    /// A NAT forgets the connections of an agent with a server.
-    Forget { agent: usize, server: usize },
-    /// The connections of an agent with a server are reset.
-    Reset { agent: usize, server: usize },
-    /// A server ends, and another process of it starts later.
-    Crash { server: usize, lasts: Duration },
-    /// A server has a successor on its host, which takes over.
-    Upgrade { server: usize, how: Upgrade },
-    /// An agent has a successor on its node, which takes over.
-    Replace { agent: usize, how: Upgrade },
-    /// An agent ends, and starts again.
-    Restart { agent: usize, lasts: Duration },
-    /// The same, and nobody is told.
-    PowerLoss { agent: usize, lasts: Duration },
-    /// An agent ends, and starts again without its files.
-    Reinstall { agent: usize, lasts: Duration },
-    /// The agents' disks are slow.
-    Disk { takes: Duration, lasts: Duration },
-    /// The clocks jump, all at once.
-    Clock { ahead: bool, by: Duration },
-    /// The clock of one host jumps, and is set right later.
-    WrongClock { host: Host, ahead: bool, by: Duration, lasts: Duration },
-    /// A server cannot reach the API server, or none can: nothing passes, or connections are refused.
-    NoApi { server: Option<usize>, silent: bool, lasts: Duration },
-    /// An agent's Node is deleted, and made again.
-    NoNode { agent: usize, lasts: Duration },
-}
-
-/// How a takeover goes, of a server or of an agent.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Upgrade {
-    /// The first process is stopped after this time, if it has not ended.
-    pub(crate) stops: Duration,
-    /// From the first time on, what one of the two does reaches the other after the second one: the host is busy.
-    pub(crate) busy: Option<(Duration, Duration)>,
-    /// Connections of a server that ends last so long.
-    pub(crate) relays: Duration,
-    /// One of the two ends, after this time.
-    pub(crate) end: Option<(Duration, End)>,
-}
-
-/// An end of one of two processes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum End {
-    SuccessorKilled,
-    SuccessorStopped,
-    PredecessorKilled,
-    PredecessorStopped,
-}
-
-impl End {
-    pub(crate) fn is_killed(self) -> bool {
-        matches!(self, Self::SuccessorKilled | Self::PredecessorKilled)
-    }
-
-    /// The process that ends, of so many, the oldest first. It may have ended already.
-    pub(crate) fn of(self, processes: usize) -> Option<usize> {
-        let last = processes.checked_sub(1)?;
-        match self {
-            Self::SuccessorKilled | Self::SuccessorStopped => Some(last),
-            Self::PredecessorKilled | Self::PredecessorStopped => last.checked_sub(1),
-        }
-    }
-}
-
-impl Upgrade {
-    fn of(random: &mut StdRng) -> Self {
-        let ms = Duration::from_millis;
-        let stops = between(random, ms(3_000), ms(40_000));
-        let busy = random.random_bool(0.3).then(|| {
-            // Before the first question, or any other.
-            let after = if random.random() { ms(10) } else { between(random, ms(10), ms(1_000)) };
-            (after, between(random, ms(1_000), ms(12_000)))
-        });
-        let relays = between(random, ms(0), ms(8_000));
-        let end = random.random_bool(0.5).then(|| {
-            let end = match random.random_range(0..4) {
-                0 => End::SuccessorKilled,
-                1 => End::SuccessorStopped,
-                2 => End::PredecessorKilled,
-                _ => End::PredecessorStopped,
-            };
-            (between(random, ms(10), ms(15_000)), end)
-        });
-        Self { stops, busy, relays, end }
-    }
-
-    fn lasts(&self) -> Duration {
-        let end = self.end.map_or(Duration::ZERO, |(after, _)| after + RESTARTS);
-        let busy = self.busy.map_or(Duration::ZERO, |(after, takes)| after + takes * 5);
-        self.stops.max(end).max(busy)
-    }
-}
-
-/// A server that ends is started again after so long.
-const RESTARTS: Duration = Duration::from_secs(2);
 /// As in the product.
 const LIFE: Duration = Duration::from_secs(30 * 86_400);
-
-fn between(random: &mut StdRng, from: Duration, to: Duration) -> Duration {
-    Duration::from_millis(random.random_range(from.as_millis() as u64..=to.as_millis() as u64))
-}
 
 impl Plan {
     /// True if agents choose among the servers.
@@ -192,9 +86,18 @@ impl Plan {
         if seed % 16 == 12 && seed > 1000 {
             plan.of_konnectivity = StdRng::seed_from_u64(seed ^ 8).random_range(1..plan.agents);
         }
+        if seed % 32 == 10 && seed > 1000 {
+            plan.add_twins(&mut StdRng::seed_from_u64(seed ^ 9));
+        }
+        if (matches!(seed % 32, 0 | 24) || seed % 64 == 46) && seed > 1000 {
+            plan.add_revocations(&mut StdRng::seed_from_u64(seed ^ 10));
+        }
         // The others are kept for faults of fleets without clients.
         if seed > 100 && !matches!(seed % 16, 4 | 5 | 9 | 11) {
             plan.add_clients(&mut StdRng::seed_from_u64(seed ^ 6));
+        }
+        if (seed / 32).is_multiple_of(2) && seed > 1000 && plan.of_konnectivity == 0 {
+            plan.vary_sockets(&mut StdRng::seed_from_u64(seed ^ 11));
         }
         plan
     }
@@ -243,6 +146,63 @@ impl Plan {
         }
     }
 
+    /// The disk of an agent is copied, and both run: at first while other things happen, then while nothing else does.
+    fn add_twins(&mut self, random: &mut StdRng) {
+        let second = Duration::from_secs(1);
+        self.steps.truncate(4);
+        let agent = random.random_range(0..self.agents);
+        let lasts = between(random, second * 20, second * 150);
+        let step = self.twin(random, agent, lasts);
+        let pause = between(random, second / 20, second * 20);
+        self.steps.insert(random.random_range(0..=self.steps.len() / 2), (pause, step));
+        for _ in 0..random.random_range(1..=3) {
+            let server = random.random_range(0..self.servers);
+            let (how, lasts) = match random.random_range(0..4) {
+                0 => (PathFault::Forget, Duration::ZERO),
+                1 => (PathFault::Reset, Duration::ZERO),
+                _ => (PathFault::Silence, between(random, second / 20, second * 60)),
+            };
+            self.insert(random, Step::TwinPath { agent, server, how, lasts });
+        }
+        let (begins, over) = self.over();
+        let (begin, lasts) = (over + settles(self), second * 150);
+        let agent = random.random_range(0..self.agents);
+        let step = self.twin(random, agent, lasts);
+        self.steps.push((begin - begins, step));
+        for _ in 0..random.random_range(2..=6) {
+            // Once both have come, and before one goes.
+            let at = begin + between(random, second * 40, lasts - second * 10);
+            self.add_client(random, at, true);
+        }
+    }
+
+    fn twin(&self, random: &mut StdRng, agent: usize, lasts: Duration) -> Step {
+        let delay = between(random, Duration::from_millis(1), Duration::from_millis(100));
+        Step::Twin { agent, delay, end: TwinEnd::of(random), lasts }
+    }
+
+    pub(crate) fn has_twins(&self) -> bool {
+        self.steps.iter().any(|(_, step)| matches!(step, Step::Twin { .. }))
+    }
+
+    /// One or two nodes are revoked.
+    fn add_revocations(&mut self, random: &mut StdRng) {
+        let second = Duration::from_secs(1);
+        // After an event, or at the latest after ten seconds.
+        self.reads = Some(between(random, second / 10, second * 10));
+        // What a server learns of another one would be as slow. An agent that has no certificate while it is revoked
+        // asks for one again after ten minutes, and after one of two reasons as well.
+        self.steps.retain(|(_, step)| {
+            !matches!(step, Step::Disk { .. } | Step::NoNode { .. } | Step::Reinstall { .. })
+        });
+        let first = random.random_range(0..self.agents);
+        for agent in (first..self.agents).take(random.random_range(1..=2)) {
+            let server = random.random_range(0..self.servers);
+            let lasts = between(random, second / 2, second * 150);
+            self.insert(random, Step::Revoke { agent, server, lasts });
+        }
+    }
+
     fn insert(&mut self, random: &mut StdRng, step: Step) {
         let pause = between(random, Duration::from_millis(50), Duration::from_secs(20));
         self.steps.insert(random.random_range(0..=self.steps.len()), (pause, step));
@@ -251,17 +211,13 @@ impl Plan {
     /// True if a clock may be set while an agent uses an epoch that is not stored yet, or before it loses its files.
     pub(crate) fn may_lower_epochs(&self) -> bool {
         let has = |wanted: fn(&Step) -> bool| self.steps.iter().any(|(_, step)| wanted(step));
-        has(|step| matches!(step, Step::Disk { .. } | Step::Reinstall { .. }))
+        has(|step| matches!(step, Step::Disk { .. } | Step::Reinstall { .. } | Step::Revoke { .. }))
             && has(|step| matches!(step, Step::Clock { .. } | Step::WrongClock { .. }))
     }
 
     /// Clients connect meanwhile. Others do so later, while nothing fails and a server or an agent has a successor.
     fn add_clients(&mut self, random: &mut StdRng) {
-        let (mut begins, mut over) = (Duration::ZERO, Duration::ZERO);
-        for (pause, step) in &self.steps {
-            begins += *pause;
-            over = over.max(begins + step.lasts());
-        }
+        let (begins, over) = self.over();
         for _ in 0..random.random_range(3..=8) {
             let at = between(random, Duration::ZERO, over);
             self.add_client(random, at, false);
@@ -279,6 +235,29 @@ impl Plan {
             let at = begin - before + between(random, Duration::ZERO, before + stops * 2);
             self.add_client(random, at, true);
         }
+    }
+
+    /// Some clients read late, or never, or go in the middle.
+    fn vary_sockets(&mut self, random: &mut StdRng) {
+        for (at, client) in std::mem::take(&mut self.clients) {
+            self.clients.push((at, client.with_socket(random)));
+        }
+        for index in 0..self.clients.len() {
+            let number = u16::try_from(self.clients.len()).unwrap_or(u16::MAX);
+            let (at, client) = &self.clients[index];
+            let beside = client.beside(number).map(|beside| (*at + Duration::from_millis(500), beside));
+            self.clients.extend(beside);
+        }
+    }
+
+    /// When the last step begins, and when all are over.
+    fn over(&self) -> (Duration, Duration) {
+        let (mut begins, mut over) = (Duration::ZERO, Duration::ZERO);
+        for (pause, step) in &self.steps {
+            begins += *pause;
+            over = over.max(begins + step.lasts());
+        }
+        (begins, over)
     }
 
     fn add_client(&mut self, random: &mut StdRng, at: Duration, completes: bool) {
@@ -328,6 +307,7 @@ impl Plan {
             links: 1,
             in_cluster: false,
             has_api: false,
+            reads: None,
             files: 128,
             life: LIFE,
             disk: between(random, Duration::from_millis(2200), Duration::from_millis(2800)),
@@ -366,6 +346,7 @@ impl Plan {
             links: servers,
             in_cluster: upgrades.random(),
             has_api: false,
+            reads: None,
             files: 1024,
             life: LIFE,
             disk: ms(2),
@@ -376,50 +357,6 @@ impl Plan {
             steps,
             clients: Vec::new(),
             patience: Duration::from_secs(25),
-        }
-    }
-}
-
-impl Step {
-    fn of(random: &mut StdRng, upgrades: &mut StdRng, servers: usize, agents: usize) -> Self {
-        let (agent, server) = (random.random_range(0..agents), random.random_range(0..servers));
-        let lasts = between(random, Duration::from_millis(50), Duration::from_secs(40));
-        let short = lasts / 10;
-        match random.random_range(0..22) {
-            0..=2 => Self::Silence { agent, server, lasts },
-            3..=4 => Self::Offline { agent, lasts },
-            5..=6 => Self::Partition { one: server, other: (server + 1) % servers, lasts },
-            7..=8 => Self::Forget { agent, server },
-            9..=10 => Self::Reset { agent, server },
-            11..=12 => Self::Crash { server, lasts: short },
-            13..=16 => Self::Upgrade { server, how: Upgrade::of(upgrades) },
-            17 => Self::Restart { agent, lasts: short },
-            18..=19 => Self::PowerLoss { agent, lasts: short },
-            20 => Self::Disk { takes: lasts / 4, lasts },
-            _ => {
-                // Far back, no certificate would be valid yet: each begins five minutes before it is issued.
-                let (ahead, most) = if random.random() { (true, lasts * 20) } else { (false, BACK) };
-                Self::Clock { ahead, by: most.min(lasts * 20) }
-            }
-        }
-    }
-
-    /// Time until it is over.
-    pub(crate) fn lasts(&self) -> Duration {
-        match self {
-            Self::Silence { lasts, .. }
-            | Self::Offline { lasts, .. }
-            | Self::Partition { lasts, .. }
-            | Self::Crash { lasts, .. }
-            | Self::Restart { lasts, .. }
-            | Self::PowerLoss { lasts, .. }
-            | Self::Reinstall { lasts, .. }
-            | Self::Disk { lasts, .. }
-            | Self::WrongClock { lasts, .. }
-            | Self::NoApi { lasts, .. }
-            | Self::NoNode { lasts, .. } => *lasts,
-            Self::Upgrade { how, .. } | Self::Replace { how, .. } => how.lasts(),
-            Self::Forget { .. } | Self::Reset { .. } | Self::Clock { .. } => Duration::ZERO,
         }
     }
 }

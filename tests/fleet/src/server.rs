@@ -40,6 +40,7 @@ use tunnel_server::takeover::{Gates, Phase, Predecessor, Succession, TakeOver};
 use crate::cluster::{Cluster, NAMESPACE};
 use crate::konnectivity;
 use crate::network::Net;
+use crate::revocations::Reading;
 
 /// Time for connections to finish.
 pub(crate) const DRAIN: Duration = Duration::from_secs(5);
@@ -71,7 +72,8 @@ pub(crate) struct Server {
     signal: Shutdown,
     ends_when_passed: bool,
     serving: JoinHandle<()>,
-    _followed: (watch::Sender<Arc<TrustBundle>>, watch::Sender<Arc<Revocations>>),
+    revocations: watch::Sender<Arc<Revocations>>,
+    _bundle: watch::Sender<Arc<TrustBundle>>,
 }
 
 /// How a server starts.
@@ -89,6 +91,8 @@ pub(crate) struct Start<'a> {
     pub(crate) konnectivity: bool,
     /// Once a successor has taken over. Otherwise it waits to be stopped, as in a cluster.
     pub(crate) ends_when_passed: bool,
+    /// How often it reads which nodes are revoked. None: nobody is.
+    pub(crate) reads: Option<Duration>,
 }
 
 /// Address of the server with this index.
@@ -132,7 +136,8 @@ impl Start<'_> {
         let others = (0..self.count).map(self::address).map(host_port).collect::<BTreeSet<_>>();
         let said = Said::new(others);
         let (bundle, trusted) = watch::channel(Arc::new(self.ca.state()?.bundle().clone()));
-        let revocations = watch::Sender::<Arc<Revocations>>::default();
+        let store = RevocationStore::new(&self.state_dir);
+        let revocations = if self.reads.is_some() { store.open()? } else { watch::Sender::default() };
         let standing = Standing::new(revocations.subscribe(), said.known_nodes.subscribe(), true);
         let mut names = ServerNames::default();
         names.addresses.extend(self.konnectivity.then_some(konnectivity::BALANCER.ip()));
@@ -165,8 +170,8 @@ impl Start<'_> {
                 clock: self.clock,
                 roots: trusted,
                 standing,
-                revocations: RevocationStore::new(&self.state_dir),
-                readmissions: true,
+                revocations: store.clone(),
+                readmissions: self.cluster.is_none(),
                 drain_timeout: DRAIN,
             },
             most_streams: MOST_STREAMS,
@@ -201,9 +206,9 @@ impl Start<'_> {
             gates: gates.clone(),
             succession,
             started: started.clone(),
+            reading: self.reads.map(|every| Reading { store, publish: revocations.clone(), every }),
         };
         let serving = tokio::spawn(parts.serve(signal.clone(), ends_when_passed));
-        let _followed = (bundle, revocations);
         let process = self.process;
         Ok(Server {
             id,
@@ -218,7 +223,8 @@ impl Start<'_> {
             signal,
             ends_when_passed,
             serving,
-            _followed,
+            revocations,
+            _bundle: bundle,
         })
     }
 
@@ -306,6 +312,7 @@ struct Parts {
     gates: Gates,
     succession: Arc<Succession>,
     started: CancellationToken,
+    reading: Option<Reading>,
 }
 
 impl Parts {
@@ -327,6 +334,9 @@ impl Parts {
         self.started.cancel();
         // Ends with this process.
         let mut tasks = JoinSet::new();
+        if let Some(reading) = self.reading {
+            tasks.spawn(reading.run());
+        }
         let listener = net.listen(address(self.index), gates.agents.clone());
         tasks.spawn(runtime.tasks.track_future(self.port.clone().shut_out()));
         tasks.spawn(runtime.tasks.track_future(self.port.clone().serve(listener)));
@@ -396,6 +406,12 @@ impl Server {
 
     pub(crate) fn epoch(&self, node: &NodeName) -> Option<u64> {
         self.runtime.sessions.get(node).map(|session| session.epoch)
+    }
+
+    /// True if it knows that the node is revoked; false if it knows that this one is readmitted.
+    pub(crate) fn says(&self, node: &NodeName) -> Option<bool> {
+        let known = self.revocations.borrow();
+        known.records.get(&node.into()).map(|record| record.readmitted.is_none())
     }
 
     /// SIGTERM.

@@ -1,11 +1,14 @@
 //! The visible state of a fleet. It is looked at ten times a second: nothing here makes text before something has changed.
 
+use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Arc;
 
 use tunnel_agent::session::LinkPhase;
 use tunnel_runtime::NodeName;
+use tunnel_server::session::Session;
 
-use crate::agent::{Agent, Sessions};
+use crate::agent::{self, Agent, Sessions};
 use crate::fleet::Fleet;
 use crate::server::{self, Server};
 
@@ -15,6 +18,8 @@ pub(crate) struct View {
     pub(crate) servers: Vec<Vec<OfServer>>,
     /// The processes of each agent likewise.
     pub(crate) agents: Vec<Vec<OfAgent>>,
+    /// The second agents of nodes.
+    pub(crate) twins: BTreeMap<usize, OfAgent>,
     open: usize,
 }
 
@@ -28,6 +33,8 @@ pub(crate) struct OfServer {
     /// It writes to the cluster.
     leads: bool,
     pub(crate) epochs: Vec<Option<u64>>,
+    /// True where the session is that of the node's second agent.
+    pub(crate) of_twin: Vec<bool>,
     /// Processes of other servers that have the node.
     pub(crate) holders: Vec<Vec<(usize, usize)>>,
     /// Servers that it is linked with.
@@ -55,7 +62,9 @@ impl View {
             servers.map(|processes| processes.iter().map(|server| OfServer::of(server, nodes)).collect());
         let of = |agent: &Agent| OfAgent::of(agent, fleet);
         let agents = fleet.agents.iter().map(|processes| processes.iter().map(of).collect());
-        Self { servers: servers.collect(), agents: agents.collect(), open: fleet.net.open().len() }
+        let twins = fleet.twins.iter().map(|(index, twin)| (*index, of(twin)));
+        let (agents, twins) = (agents.collect(), twins.collect());
+        Self { servers: servers.collect(), agents, twins, open: fleet.net.open().len() }
     }
 
     /// The process of a server that has the clients' connections, or the latest one.
@@ -76,6 +85,10 @@ impl OfServer {
             let holders = server.runtime.peers.holders(node);
             holders.iter().filter_map(|peer| server::process(&peer.server_id)).collect()
         };
+        let sessions: Vec<_> = nodes.iter().map(|node| server.runtime.sessions.get(node)).collect();
+        let of_twin = |(index, session): (usize, &Option<Arc<Session>>)| {
+            session.as_ref().is_some_and(|session| session.peer.ip() == agent::twin(index))
+        };
         let linked = server.runtime.peers.all();
         Self {
             process: server.process,
@@ -83,7 +96,8 @@ impl OfServer {
             accepts: server.accepts(),
             goes_on: server.goes_on(),
             leads: server.leads(),
-            epochs: nodes.iter().map(|node| server.epoch(node)).collect(),
+            epochs: sessions.iter().map(|session| session.as_ref().map(|session| session.epoch)).collect(),
+            of_twin: sessions.iter().enumerate().map(of_twin).collect(),
             holders: nodes.iter().map(holders).collect(),
             linked: linked.iter().filter_map(|peer| Some(server::process(&peer.server_id)?.0)).collect(),
         }
@@ -128,6 +142,11 @@ impl OfAgent {
         seen
     }
 
+    /// The first letters of its links' phases.
+    fn letters(&self) -> String {
+        self.phases.iter().filter_map(|phase| format!("{phase:?}").chars().next()).collect()
+    }
+
     /// How far a takeover is.
     pub(crate) fn stage(&self) -> (usize, (bool, bool, bool)) {
         (self.process, self.stage)
@@ -142,8 +161,10 @@ impl fmt::Display for View {
             let accepts = if server.accepts { "+" } else { "" };
             let leads = if server.leads { "*" } else { "" };
             write!(f, "server-{index}.{process}{accepts}{settled}{leads}[")?;
-            for (epoch, holders) in server.epochs.iter().zip(&server.holders) {
-                write!(f, " {}/", epoch.map_or(0, |epoch| epoch % 1_000_000))?;
+            for ((epoch, of_twin), holders) in server.epochs.iter().zip(&server.of_twin).zip(&server.holders)
+            {
+                let twin = if *of_twin { "'" } else { "" };
+                write!(f, " {}{twin}/", epoch.map_or(0, |epoch| epoch % 1_000_000))?;
                 let holders: Vec<_> =
                     holders.iter().map(|(index, process)| format!("{index}.{process}")).collect();
                 f.write_str(&holders.join("+"))?;
@@ -152,10 +173,11 @@ impl fmt::Display for View {
         }
         for (index, agent) in self.agents.iter().enumerate() {
             for process in agent {
-                let phases: String =
-                    process.phases.iter().filter_map(|phase| format!("{phase:?}").chars().next()).collect();
-                write!(f, "edge-{index}.{}:{phases} ", process.process)?;
+                write!(f, "edge-{index}.{}:{} ", process.process, process.letters())?;
             }
+        }
+        for (index, twin) in &self.twins {
+            write!(f, "edge-{index}':{} ", twin.letters())?;
         }
         write!(f, "{} open", self.open)
     }

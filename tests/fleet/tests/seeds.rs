@@ -70,8 +70,9 @@ fn kept_seeds_pass() {
 
 #[test]
 fn the_same_seed_does_the_same_again() {
-    // Fleets that many things happen to, one of them with wrong clocks and one with clients, and a crowd of agents.
-    for seed in [1, 2, 7, 53, 102] {
+    // Fleets that many things happen to, one each with wrong clocks, clients, a copied disk and a revoked node, and a crowd
+    // of agents.
+    for seed in [1, 2, 7, 53, 102, 2058, 2072] {
         let (once, again) = (run(seed).unwrap(), run(seed).unwrap());
         assert_eq!(once, again);
         assert_ne!(

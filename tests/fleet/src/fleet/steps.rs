@@ -10,7 +10,7 @@ use tunnel_runtime::clock::Clock;
 use super::{AT_ONCE, Fleet, HARMLESS, Host, RIGHT, hosts};
 use crate::agent::{self, Agent};
 use crate::model::Model;
-use crate::plan::Step;
+use crate::plan::{PathFault, Step};
 use crate::server::{self, Server};
 
 fn jump(clock: Clock, from: SystemTime, ahead: bool, by: Duration) {
@@ -78,6 +78,17 @@ impl Fleet {
                 }
                 self.agents[*agent].clear();
             }
+            Step::Twin { agent, delay, .. } => self.start_twin(*agent, *delay, model)?,
+            Step::TwinPath { agent, server, how, .. } => {
+                let (twin, at) = (Host::Twin(*agent), Host::Server(*server));
+                match how {
+                    PathFault::Silence => self.silence(twin, at),
+                    PathFault::Forget => self.net.forget(twin.address(), at.address()),
+                    PathFault::Reset => self.net.reset(twin.address(), at.address()),
+                }
+                model.disturbed(twin, Some(at));
+            }
+            Step::Revoke { agent, server, .. } => self.revoke(*agent, *server, model)?,
             Step::Disk { takes, lasts } => {
                 let takes = *takes;
                 set_disk(move || takes);
@@ -87,7 +98,8 @@ impl Fleet {
             }
             Step::Clock { ahead, by } => {
                 self.clocks_jump(model);
-                for clock in hosts(&self.plan).map(Host::clock).chain([RIGHT]) {
+                let twins = self.twins.keys().copied().map(Host::Twin);
+                for clock in hosts(&self.plan).chain(twins).map(Host::clock).chain([RIGHT]) {
                     jump(clock, clock.now(), *ahead, *by);
                 }
             }
@@ -179,7 +191,13 @@ impl Fleet {
                     model.made(*agent);
                 }
             }
-            Step::Forget { .. } | Step::Reset { .. } | Step::Clock { .. } => {}
+            Step::Twin { agent, end, .. } => self.end_twin(*agent, *end, model),
+            Step::TwinPath { agent, server, how: PathFault::Silence, .. } => {
+                self.heal(Host::Twin(*agent), Host::Server(*server));
+                model.disturbed(Host::Twin(*agent), Some(Host::Server(*server)));
+            }
+            Step::Revoke { agent, server, .. } => self.readmit(*agent, *server, model)?,
+            Step::TwinPath { .. } | Step::Forget { .. } | Step::Reset { .. } | Step::Clock { .. } => {}
         }
         Ok(())
     }

@@ -18,7 +18,7 @@ const LEADS: Duration = Duration::from_secs(40);
 /// last at a server out of reach 60 s; a failed write is tried again within 30 s.
 const WRITTEN: Duration = Duration::from_secs(100);
 /// A process knows which Nodes there are after so long: it watches them again at most 30 s after a failure.
-const LISTED: Duration = Duration::from_secs(60);
+pub(super) const LISTED: Duration = Duration::from_secs(60);
 /// An agent has a certificate so long after one leads: it reads every two minutes whether its request is answered, and pauses for at
 /// most a minute after a failure.
 pub(super) const ENROLS: Duration = Duration::from_secs(120 + 60);

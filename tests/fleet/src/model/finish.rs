@@ -25,6 +25,11 @@ impl Model {
         for (index, processes) in fleet.agents.iter().enumerate() {
             ensure!(processes.len() == 1, "edge-{index} has {} processes", processes.len());
         }
+        ensure!(
+            fleet.twins.is_empty(),
+            "agents are left on the hosts of copied disks: {:?}",
+            fleet.twins.keys()
+        );
         for (index, agent) in fleet
             .agents
             .iter()
@@ -74,9 +79,10 @@ impl Model {
         let others = agents - of_konnectivity;
         let numbers = [servers, servers * (servers - 1), others, each * others];
         let ports = if of_konnectivity > 0 { servers } else { 0 };
+        let reading = if fleet.plan.reads.is_some() { servers } else { 0 };
         let more = [ports, of_konnectivity, each * of_konnectivity];
         let tasks_of = numbers.iter().zip(TASKS).chain(more.iter().zip(TASKS_OF_KONNECTIVITY));
-        let wanted: usize = tasks_of.map(|(number, each)| number * each).sum();
+        let wanted = reading + tasks_of.map(|(number, each)| number * each).sum::<usize>();
         let tasks = Handle::current().metrics().num_alive_tasks();
         ensure!(tasks == wanted, "{tasks} tasks instead of {wanted}");
         Ok(())

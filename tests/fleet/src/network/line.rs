@@ -89,6 +89,9 @@ impl Connection {
         for direction in &mut self.directions {
             direction.unanswered = None;
             wakers.extend(direction.reader.take());
+            if self.dropped != [false; 2] {
+                wakers.extend(direction.writer.take());
+            }
         }
     }
 
@@ -252,12 +255,13 @@ impl AsyncWrite for End {
         let mut before = None;
         let room = self.with(|connection, silent, _| {
             // The other kernel has answered by a reset.
-            let refused = connection.dropped[1 - side] && silent.is_none() && connection.has_ended(1 - side);
-            if connection.reset || refused {
+            let gone = connection.dropped[1 - side] && silent.is_none();
+            let room = MOST.saturating_sub(connection.directions[side].bytes);
+            // Also to what waits in this one's buffer, whatever this end has not read.
+            if connection.reset || (gone && (room == 0 || connection.has_ended(1 - side))) {
                 return Err(io::ErrorKind::BrokenPipe);
             }
             let direction = &mut connection.directions[side];
-            let room = MOST.saturating_sub(direction.bytes);
             if room == 0 {
                 before = direction.writer.replace(cx.waker().clone());
             }
