@@ -369,6 +369,12 @@ impl<'a> Server<'a> {
         self.start_again().await
     }
 
+    /// As [`Self::start_again`], with a flag `--NAME=VALUE` instead of the one with its name.
+    pub async fn start_again_with(&mut self, flag: &str) -> Result<()> {
+        process::replace_flag(&mut self.builder.flags, flag);
+        self.start_again().await
+    }
+
     /// Starts one more server with the same flags, and waits until it has taken over from this one.
     pub async fn take_over(&self) -> Result<Self> {
         self.successor()?.taken_over().await

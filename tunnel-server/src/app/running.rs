@@ -6,12 +6,14 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use tokio::sync::watch;
+use tokio_util::task::AbortOnDropHandle;
+use tunnel_runtime::accept::reset_all;
 use tunnel_runtime::admin::Serving;
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::Shutdown;
 
 use crate::agent_port::{AgentPort, Handover};
-use crate::listener::{REDIRECT, refuse};
+use crate::listener::REDIRECT;
 use crate::pki::{KnownNodes, ServerCertificate};
 use crate::runtime::Runtime;
 use crate::runtime::settings::Settings;
@@ -117,7 +119,11 @@ impl Running {
         // Another server may have the same socket, and accept from it.
         let alone = !another && !self.succession.sockets.are_sent();
         let routed = redirect.as_ref().is_some_and(|redirect| redirect.routed);
-        let refusing = led_here.filter(|_| alone && routed).map(refuse);
+        // The routing rules stay for open connections, and lead new ones here too. Without a listener an IPv4 client would get no
+        // answer: the kernel sends no RST from an address that is not local.
+        let refusing = led_here.filter(|_| alone && routed);
+        let refusing =
+            refusing.map(|socket| AbortOnDropHandle::new(tokio::spawn(reset_all(socket, REDIRECT))));
         // The agents have sessions with the successor, and end those with this server when they are told that it stops. They are
         // told at different times: thousands of sessions that end at once would delay connections.
         let agents_leave = async {

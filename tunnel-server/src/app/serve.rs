@@ -71,6 +71,10 @@ impl Bound {
             AgentPort::new(tls, workers, enroll, links, context, workloads, &budget)
         });
         let agent_port = agents.clone();
+        if let Some(agents) = &agents {
+            // Also if only konnectivity's agents have a port.
+            runtime.tasks.spawn(agents.clone().shut_out());
+        }
         let parts = Parts {
             config: &config.listeners,
             runtime,

@@ -208,7 +208,6 @@ fn agents(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
     let Some(agents) = &parts.agents else { return };
     for socket in sockets {
         parts.runtime.tasks.spawn(agents.clone().serve(parts.gates.agents.guard(socket)));
-        parts.runtime.tasks.spawn(agents.clone().shut_out());
     }
 }
 

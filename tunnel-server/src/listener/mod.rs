@@ -25,7 +25,6 @@ mod piped;
 mod preface;
 mod proxy;
 mod redirect;
-mod refuse;
 mod serve;
 mod socket;
 mod upstream;
@@ -50,7 +49,6 @@ pub(crate) use moved::end_moved;
 pub use piped::{Piped, PipedRecord};
 pub(crate) use proxy::{CONNECT, Connect};
 pub(crate) use redirect::{REDIRECT, Redirected};
-pub(crate) use refuse::refuse;
 #[cfg(test)]
 pub(crate) use serve::tests;
 pub(crate) use serve::{Listener, serve};

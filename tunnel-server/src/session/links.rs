@@ -183,9 +183,14 @@ impl Links {
         self.wanted.send_replace(wanted);
     }
 
-    /// The desired number of links; a change is also a request to ask again, or to replace the first one.
+    /// The desired number of links; a change is also a request to ask again, or to replace the first one, which may have been
+    /// made before.
     pub(crate) fn wanted(&self) -> watch::Receiver<u32> {
-        self.wanted.subscribe()
+        let mut wanted = self.wanted.subscribe();
+        if self.are_used_up() {
+            wanted.mark_changed();
+        }
+        wanted
     }
 
     /// True if the first link is spent: its agent has to attach again.

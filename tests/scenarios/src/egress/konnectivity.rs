@@ -93,7 +93,7 @@ pub(super) async fn back_and_forth(mut stream: UnixStream, seed: u64, length: u6
 /// konnectivity's own agent attaches, and its node is reached like any other.
 pub(super) async fn konnectivitys_own_agent_attaches(testbed: &Testbed) -> Result<()> {
     let socket = socket(testbed);
-    let server = postern_testbed::server::Builder::new(testbed)
+    let mut server = postern_testbed::server::Builder::new(testbed)
         .flag(format!("--egress-socket={}", socket.display()))
         .flag(format!("--konnectivity-agent-port={AGENT_PORT}"))
         .start()
@@ -127,7 +127,13 @@ pub(super) async fn konnectivitys_own_agent_attaches(testbed: &Testbed) -> Resul
     server.wait_log("session moved to the successor of its agent").await?;
     echo(&mut held, b"through the one before").await?;
     agent.crash().await?;
-    echo(&mut connect(&socket, &by_name).await?, b"through the next").await
+    echo(&mut connect(&socket, &by_name).await?, b"through the next").await?;
+    // Without a port for other agents, a revocation ends the session as well.
+    server.process.stop().await?;
+    server.start_again_with("--agent-port=0").await?;
+    server.wait_connected("edge-1", true, START).await?;
+    server.run(&["agent", "revoke", "edge-1"])?;
+    server.wait_connected("edge-1", false, PATIENCE).await
 }
 
 async fn relays(testbed: &Testbed, server: &Server<'_>, socket: &Path, echoes: &Target) -> Result<()> {
