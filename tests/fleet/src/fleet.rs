@@ -153,7 +153,7 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
         let next = events.first_key_value().map_or(look, |((at, _), _)| look.min(*at));
         sleep_until(begin + next).await;
     }
-    // What waits for a slow disk is a task, and servers always have some.
+    // Work that waits for a slow disk is a task, and servers always have some.
     set_disk(|| AT_ONCE);
     while let Err(error) = model.finish(&fleet) {
         if begin.elapsed() > end + RENEWAL {
