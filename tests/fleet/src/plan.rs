@@ -190,7 +190,7 @@ impl Plan {
         let second = Duration::from_secs(1);
         // After an event, or at the latest after ten seconds.
         self.reads = Some(between(random, second / 10, second * 10));
-        // What a server learns of another one would be as slow. An agent that has no certificate while it is revoked
+        // Records that a server learns of another one would be as slow. An agent that has no certificate while it is revoked
         // asks for one again after ten minutes, and after one of two reasons as well.
         self.steps.retain(|(_, step)| {
             !matches!(step, Step::Disk { .. } | Step::NoNode { .. } | Step::Reinstall { .. })

@@ -39,7 +39,7 @@ impl Reading {
     }
 }
 
-/// What an operator says of a node: `tunnel-server agent revoke`, or `readmit` after the record of that.
+/// An order of an operator about a node: `tunnel-server agent revoke`, or `readmit` after the record of that.
 pub(crate) fn record(before: Option<&Revocation>, node: &NodeName) -> Result<Revocation> {
     let now = Timestamp::try_from(RIGHT.now())?;
     match before {

@@ -1,4 +1,4 @@
-//! What an attached agent is told while its session lasts, and the events that it sends.
+//! Notices to an attached agent while its session lasts, and the events that it sends.
 
 use std::pin::Pin;
 use std::sync::Arc;

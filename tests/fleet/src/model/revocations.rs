@@ -44,7 +44,7 @@ pub(super) struct Shut {
     could: BTreeMap<(usize, usize), Instant>,
 }
 
-/// What was said of a node last.
+/// The last revocation or readmission of a node.
 struct Said {
     /// It is revoked, not readmitted.
     revoked: bool,
@@ -59,7 +59,7 @@ impl Shut {
     }
 
     fn spreads(&self) -> Duration {
-        // What is learnt of another server is read from a file as well.
+        // A record that is learnt of another server is read from a file as well.
         self.reads + SPREADS
     }
 }
