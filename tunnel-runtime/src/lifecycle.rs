@@ -39,7 +39,7 @@ pub fn block_on<T, E: From<io::Error>>(program: impl Future<Output = Result<T, E
     result
 }
 
-/// True if whoever started this process has it ignore SIGHUP.
+/// True if this process ignores SIGHUP, as nohup(1) sets it up.
 fn ignores_hang_up() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = status.lines().find_map(|line| line.strip_prefix(IGNORED));

@@ -321,9 +321,9 @@ impl<H: DeserializeOwned> Predecessor<H> {
         self.sockets.get_mut(index)?.take()
     }
 
-    /// Resets whoever connects to a listener that was not taken, because this program is not configured to have it. To
-    /// be called once the predecessor accepts no more: it keeps such a listener until it drains, for the case that this
-    /// program ends, and clients would wait there.
+    /// Resets connections to the listeners that were not taken, because this program is configured without them. Call it
+    /// once the predecessor accepts no more: that one keeps them until it drains, in case this program ends, and clients
+    /// would wait in their queues.
     pub fn refuse_rest(&mut self) {
         for socket in self.sockets.drain(..).flatten() {
             self.refusing.spawn(reset_all(socket, "not taken over"));

@@ -269,16 +269,11 @@ impl Fleet {
         })
     }
 
-    /// The state directory that the processes of a server share.
-    fn state_of(&self, server: usize) -> PathBuf {
-        self.dir.join(format!("server-{server}"))
-    }
-
     fn start_server(&mut self, index: usize) -> Result<()> {
         let process = (index, self.processes[index]);
         self.processes[index] += 1;
         let clock = Host::Server(index).clock();
-        let own = self.state_of(index);
+        let own = self.state_at(Host::Server(index));
         let (state_dir, of_ca) = if self.cluster.is_some() {
             // Processes of a server find what those before them knew. Each server has a copy of the cluster's CA.
             copy_ca(self.ca.state_dir(), &own)?;
@@ -349,10 +344,11 @@ impl Fleet {
         }
     }
 
-    /// The state directory of the agent on a host.
+    /// The state directory that the processes of a host share.
     fn state_at(&self, host: Host) -> PathBuf {
         self.dir.join(match host {
-            Host::Agent(index) | Host::Server(index) => format!("agent-{index}"),
+            Host::Server(index) => format!("server-{index}"),
+            Host::Agent(index) => format!("agent-{index}"),
             Host::Twin(index) => format!("twin-{index}"),
         })
     }

@@ -91,7 +91,7 @@ pub(crate) struct Start<'a> {
     pub(crate) konnectivity: bool,
     /// Once a successor has taken over. Otherwise it waits to be stopped, as in a cluster.
     pub(crate) ends_when_passed: bool,
-    /// How often it reads which nodes are revoked. None: nobody is.
+    /// Interval at which it reads the revocations; None in a run without revocations.
     pub(crate) reads: Option<Duration>,
 }
 

@@ -8,7 +8,7 @@
 //!    first one no longer dials there.
 //! 2. Once it is attached wherever the first one was, or no more servers come, it has taken over. The first one answers
 //!    that once it renews its certificate no more; only then may the second one write the key.
-//!    The second one then resets whoever connects to an address that only the first one has.
+//!    The second one then resets connections to addresses that only the first one listens on.
 //! 3. The first one finishes its connections and accepts no more. Then it ends. A pod waits to be stopped, because the
 //!    kubelet would start it again, and continues as before if the second one dies or is told to stop.
 

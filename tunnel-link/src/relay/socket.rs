@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_dial_that_nobody_waits_for_ends_with_a_reset() {
+    async fn a_cancelled_dial_ends_with_a_reset() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut dial = Box::pin(connect_target(listener.local_addr().unwrap(), None));
         // The kernel has made the connection, which is not seen yet.

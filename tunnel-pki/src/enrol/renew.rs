@@ -29,7 +29,7 @@ const JITTER_SHARE: u32 = 20;
 const ROTATION_JITTER: Duration = Duration::from_secs(60);
 /// Retry interval for files that a full or read-only disk did not take.
 const STORE_RETRY: Duration = Duration::from_secs(10);
-/// Maximum wait for the disk before a renewal goes on without it.
+/// Maximum wait for the disk; a renewal then keeps its key in memory.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Minimum delay before another attempt if a renewal brought no certificate of the newest root.
 const ROTATION_RETRY: Duration = Duration::from_secs(300);

@@ -8,7 +8,7 @@
 //!    use.
 //! 2. Once they have come, or no more arrive, it asks for the listeners: the first one stops accepting connections and
 //!    releases the redirect, for which the second one's programs are already attached, with the same virtual addresses.
-//!    The second one then resets whoever connects to an address that only the first one has.
+//!    The second one then resets connections to addresses that only the first one listens on.
 //! 3. The first one finishes its connections. Standalone it then exits; in a cluster it waits to be stopped, because
 //!    the kubelet would restart it, and resumes its work if the second one dies.
 //! 4. If the second one is told to stop meanwhile, it gives everything back in the same order: the agents, then the

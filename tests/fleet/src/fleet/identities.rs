@@ -97,7 +97,8 @@ impl Fleet {
     fn say(&self, server: usize, record: &Revocation) -> Result<()> {
         match &self.cluster {
             Some(cluster) => cluster.set_revocation(record),
-            None => Ok(RevocationStore::new(&self.state_of(server)).merge(std::slice::from_ref(record))?),
+            None => Ok(RevocationStore::new(&self.state_at(Host::Server(server)))
+                .merge(std::slice::from_ref(record))?),
         }
     }
 }

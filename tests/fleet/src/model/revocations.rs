@@ -16,8 +16,8 @@ use crate::server::{self, Server};
 
 /// A server that knows of a revocation has ended the node's sessions after so long.
 const ENDS: Duration = Duration::from_millis(200);
-/// The same while the agent does not answer, or its server is taken over: it is told of that first, for up to two
-/// seconds, and again of the roots and the ports.
+/// Limit while the agent does not answer or its server is taken over: three notices to the agent come first, each of which
+/// waits two seconds for the answer.
 const ENDS_UNHEARD: Duration = Duration::from_millis(200 + 3 * 2000);
 /// A server knows what another one knows, or what was said on its host, after so long, and the time until it reads
 /// that.

@@ -31,7 +31,7 @@ pub(crate) enum Step {
     Replace { agent: usize, how: Upgrade },
     /// An agent ends, and starts again.
     Restart { agent: usize, lasts: Duration },
-    /// The same, and nobody is told.
+    /// An agent is killed, and no server gets a FIN or RST.
     PowerLoss { agent: usize, lasts: Duration },
     /// An agent ends, and starts again without its files.
     Reinstall { agent: usize, lasts: Duration },
@@ -58,7 +58,7 @@ pub(crate) enum Step {
 pub(crate) enum TwinEnd {
     Stopped,
     Killed,
-    /// Nobody is told.
+    /// It is killed, and no server gets a FIN or RST.
     PowerLoss,
 }
 

@@ -58,8 +58,8 @@ pub(super) async fn finishes(first: &mut Process, mut held: TcpStream, on_edge: 
     visit(on_edge).await.context("after the first one's end").map(drop)
 }
 
-/// Returns true if a connect to an address where nobody serves any more was refused, and false if the connection was
-/// reset. It must not wait.
+/// Checks a connect to the address of a former listener: true if it was refused, false if the connection was reset. Fails if
+/// the connection waits.
 pub(super) async fn is_refused(connected: io::Result<TcpStream>) -> Result<bool> {
     if connected.as_ref().is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused) {
         return Ok(true);

@@ -49,8 +49,8 @@ scenarios! {
 
 /// Limit of a visit during an upgrade, which normally takes milliseconds.
 const STALL: Duration = Duration::from_secs(1);
-/// Limit of a connect to an address where nobody serves any more. A successor looks for three seconds if the server
-/// before is dead, and clients must not wait for that.
+/// Time limit of a connect to the address of a former listener. It is below the three seconds for which a successor checks
+/// that the server before is dead.
 const REFUSED: Duration = Duration::from_secs(1);
 /// Time limit for removing the pins of a dead server: it counts as dead after three seconds without a sign of life.
 const REMOVED: Duration = Duration::from_secs(10);

@@ -14,13 +14,17 @@ const OWN: &str = "x-tunnel-proxy-";
 /// Returns the protocols that the client wants instead of HTTP/1.1, if any. Clients offer h2c by default; HTTP/2 and TLS are never
 /// accepted, in which requests would follow that nobody here checks.
 pub(super) fn wanted_upgrade(headers: &HeaderMap) -> Option<HeaderValue> {
-    let named = listed(headers, &header::CONNECTION).any(|name| name.eq_ignore_ascii_case("upgrade"));
     let accepted = |protocol: &&str| {
         let name = protocol.split('/').next().unwrap_or_default();
         !["h2c", "h2", "http", "tls"].iter().any(|refused| name.eq_ignore_ascii_case(refused))
     };
     let wanted: Vec<_> = listed(headers, &header::UPGRADE).filter(accepted).collect();
-    (named && !wanted.is_empty()).then(|| HeaderValue::from_str(&wanted.join(", ")).ok()).flatten()
+    // Most requests have none.
+    if wanted.is_empty() {
+        return None;
+    }
+    let named = listed(headers, &header::CONNECTION).any(|name| name.eq_ignore_ascii_case("upgrade"));
+    named.then(|| HeaderValue::from_str(&wanted.join(", ")).ok()).flatten()
 }
 
 /// Returns the approximate number of bytes of a head.
