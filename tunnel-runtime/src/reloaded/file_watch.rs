@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use nix::errno::Errno;
 use notify::event::{AccessKind, AccessMode, ModifyKind};
-use notify::{EventKind, RecommendedWatcher, RecursiveMode, Watcher};
+use notify::{ErrorKind, EventKind, RecommendedWatcher, RecursiveMode, Watcher};
 use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
@@ -25,6 +26,7 @@ type Names = BTreeSet<OsString>;
 /// Watches the directories whose entries determine the file at a path. A rename into place and a ConfigMap's swap of
 /// its `..data` link are events of a directory, not of the file.
 pub struct FileWatch {
+    what: &'static str,
     watcher: Option<RecommendedWatcher>,
     events: mpsc::Receiver<()>,
     directories: BTreeSet<PathBuf>,
@@ -32,6 +34,8 @@ pub struct FileWatch {
     names: Names,
     /// Names of files in these directories that were written to and not closed since.
     written: Arc<Mutex<Names>>,
+    /// Set once it has been said that a directory has no events.
+    warned: bool,
 }
 
 impl FileWatch {
@@ -53,12 +57,9 @@ impl FileWatch {
                 let _ = wake.try_send(());
             }
         };
-        let watcher = notify::recommended_watcher(handler)
-            .inspect_err(
-                |error| tracing::warn!(%error, what, "failed to watch for file events, polling every 10 s"),
-            )
-            .ok();
-        Self { watcher, events, directories: BTreeSet::new(), names: Names::new(), written }
+        let watcher = notify::recommended_watcher(handler).inspect_err(|error| warn(what, error)).ok();
+        let (directories, names) = (BTreeSet::new(), Names::new());
+        Self { what, watcher, events, directories, names, written, warned: false }
     }
 
     /// Returns `None` if there can be no events.
@@ -98,12 +99,31 @@ impl FileWatch {
                 self.directories.contains(directory)
                     || watcher
                         .watch(directory, RecursiveMode::NonRecursive)
-                        .inspect_err(
-                            |error| tracing::debug!(path = %directory.display(), %error, "failed to watch a directory"),
-                        )
+                        .inspect_err(|error| {
+                            tracing::debug!(path = %directory.display(), %error, "failed to watch a directory");
+                            if used_up(error).is_some() && !std::mem::replace(&mut self.warned, true) {
+                                warn(self.what, error);
+                            }
+                        })
                         .is_ok()
             })
             .collect();
+    }
+}
+
+fn warn(what: &str, error: &notify::Error) {
+    tracing::warn!(%error, what, used_up = used_up(error), "failed to watch for file events, polling every 10 s");
+}
+
+/// Returns the limit that the kernel's error means: "Too many open files" is rarely about those (inotify_init(2)), nor is "No space
+/// left on device" about a disk (inotify_add_watch(2)).
+fn used_up(error: &notify::Error) -> Option<&'static str> {
+    match &error.kind {
+        ErrorKind::Io(error) if error.raw_os_error() == Some(Errno::EMFILE as i32) => {
+            Some("the sysctl fs.inotify.max_user_instances, or else the limit of open files")
+        }
+        ErrorKind::MaxFilesWatch => Some("the sysctl fs.inotify.max_user_watches"),
+        _ => None,
     }
 }
 
@@ -152,6 +172,15 @@ mod tests {
     use std::io::Write as _;
 
     use super::*;
+
+    #[test]
+    fn a_limit_of_the_kernel_is_named() {
+        let of = |errno: Errno| used_up(&notify::Error::io(errno.into()));
+        assert!(of(Errno::EMFILE).unwrap().contains("fs.inotify.max_user_instances"));
+        assert_eq!(of(Errno::ENOENT), None);
+        let watches = notify::Error::new(ErrorKind::MaxFilesWatch);
+        assert!(used_up(&watches).unwrap().contains("fs.inotify.max_user_watches"));
+    }
 
     #[tokio::test]
     async fn a_file_is_read_once_its_writer_has_closed_it() {
