@@ -1,8 +1,11 @@
 //! The agent's metrics (`postern_agent_*`), updated by the code that they measure.
 
+use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -12,6 +15,7 @@ use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::Totals;
 use tunnel_runtime::gauges::registered;
 use tunnel_runtime::live::Live;
+use tunnel_runtime::log_once::LogRarely;
 
 use crate::connections::Connection;
 
@@ -32,6 +36,8 @@ pub struct Metrics {
     pub(crate) live: Arc<Live<Connection>>,
     pub(crate) sessions_started: Counter,
     pub(crate) sessions_ended: Counter,
+    /// Of the messages about failed dials, by outcome: a port scan causes any number of these.
+    failures_told: Arc<Mutex<BTreeMap<&'static str, LogRarely>>>,
 }
 
 impl Metrics {
@@ -55,6 +61,7 @@ impl Metrics {
             live: Arc::default(),
             sessions_started: registered(registry, "sessions_started", "Sessions that a server attached"),
             sessions_ended: registered(registry, "sessions_ended", "Sessions, or attempts, that ended"),
+            failures_told: Arc::default(),
         };
         for outcome in Outcome::ALL {
             let _ = metrics.connections.get_or_create(&[("outcome", outcome.as_str())]);
@@ -73,11 +80,44 @@ impl Metrics {
         self.dial_seconds.observe(took.as_secs_f64());
     }
 
+    /// Counts a failed dial for this server, and logs it once a minute for each outcome.
+    pub(crate) fn dial_failed(
+        &self,
+        outcome: &'static str,
+        took: Duration,
+        server: impl Display,
+        reason: impl Display,
+    ) {
+        self.dialled(outcome, took);
+        if let Some(left_out) = self.tells(outcome, Instant::now()) {
+            tracing::info!(%server, %reason, left_out, "failed to connect to the target");
+        }
+    }
+
+    /// Returns the number of failures left out since the last one that was logged, if this one is to be.
+    fn tells(&self, outcome: &'static str, now: Instant) -> Option<u64> {
+        self.failures_told.lock().entry(outcome).or_default().due(now)
+    }
+
     pub(crate) fn outbound(&self, outcome: Outcome) {
         self.outbound.get_or_create(&[("outcome", outcome.as_str())]).inc();
     }
 
     pub(crate) fn ended(&self, outcome: Outcome) {
         self.connections.get_or_create(&[("outcome", outcome.as_str())]).inc();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_scan_does_not_fill_the_log() {
+        let (metrics, now) = (Metrics::new(&mut Registry::default()), Instant::now());
+        assert_eq!(metrics.tells("refused", now), Some(0));
+        assert_eq!((0..1000).filter_map(|_| metrics.clone().tells("refused", now)).count(), 0);
+        assert_eq!(metrics.tells("denied", now), Some(0), "another reason");
+        assert_eq!(metrics.tells("refused", now + Duration::from_secs(60)), Some(1000));
     }
 }

@@ -62,13 +62,10 @@ impl Dial for ForServer {
                 Ok(Connected { socket, target, _place: place, _busy: busy })
             }
             Err(Failed { outcome, reason }) => {
-                self.shared.runtime.metrics.dialled(outcome.as_str(), started.elapsed());
+                let (label, took) = (outcome.as_str(), started.elapsed());
+                let server = printable(&self.server_id, 100);
+                self.shared.runtime.metrics.dial_failed(label, took, server, &reason);
                 self.shared.metrics.dial_failed(outcome);
-                tracing::info!(
-                    server = printable(&self.server_id, 100),
-                    reason,
-                    "failed to connect to the target"
-                );
                 Err(in_words_of_go(outcome, reason))
             }
         }

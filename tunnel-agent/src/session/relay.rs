@@ -50,8 +50,8 @@ async fn dial_and_relay(
     let (target, Dialled { mut socket, address, place: _place }) = match dialled {
         Ok(dialled) => dialled,
         Err(error) => {
-            session.shared.runtime.metrics.dialled(error.label(), started.elapsed());
-            tracing::info!(server = %session.server, reason = %error, "failed to connect to the target");
+            let took = started.elapsed();
+            session.shared.runtime.metrics.dial_failed(error.label(), took, &session.server, &error);
             refuse(&mut respond, &Status::new(error.code(), error.to_string()));
             return;
         }
