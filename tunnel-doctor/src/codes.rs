@@ -49,7 +49,7 @@ codes! {
     PORT_TAKEN = "port-taken" Broken "the server cannot listen where its flags say";
     LISTENER_SILENT = "listener-silent" Broken "a listener that the server has opened is not reached from this host";
     CA_UNUSABLE = "ca-unusable" Broken "no certificate can be issued or verified";
-    CA_EXPIRES = "ca-expires" Warning "when the root has expired no agent trusts any server";
+    CA_EXPIRES = "ca-expires" Warning "once the root has expired, only Postern's programs accept its certificates";
     SERVER_CERTIFICATE_UNTRUSTED = "server-certificate-untrusted" Broken "agents refuse this server";
     INVENTORY_UNUSABLE = "inventory-unusable" Broken "the server has no nodes, or only earlier ones";
     NO_EDGE_NODES = "no-edge-nodes" Warning "nothing is redirected: no node is taken for an edge node";

@@ -77,13 +77,11 @@ fn ca(dir: &Path, now: SystemTime) -> Outcome {
 fn roots(bundle: &TrustBundle, now: SystemTime) -> Vec<Finding> {
     let fault = |(root, hash): (_, String)| {
         let validity = validity(root).ok()?;
+        let of_now = || Some(format!("the root {hash} is {}", validity_of(&validity, now)?));
+        let soon = || Some(format!("the root {hash}, in 90 days: {}", validity_of(&validity, now + SOON)?));
         let fix =
-            || format!("tunnel-server ca introduce, then activate and retire ({})", Page::Certificates.url());
-        if let Some(reason) = validity_of(&validity, now) {
-            return Some(Finding::new(&codes::CA_UNUSABLE, format!("the root {hash} is {reason}"), fix()));
-        }
-        let soon = validity_of(&validity, now + SOON)?;
-        Some(Finding::new(&codes::CA_EXPIRES, format!("the root {hash}, in 90 days: {soon}"), fix()))
+            format!("tunnel-server ca introduce, then activate and retire ({})", Page::Certificates.url());
+        Some(Finding::new(&codes::CA_EXPIRES, of_now().or_else(soon)?, fix))
     };
     bundle.roots().iter().zip(bundle.hashes()).filter_map(fault).collect()
 }
@@ -132,7 +130,7 @@ mod tests {
         assert_eq!(codes_of(ca(path, now)), [""; 0]);
         let years = |years: u64| now + Duration::from_secs(years * 365 * 86_400);
         assert_eq!(codes_of(ca(path, years(10) - Duration::from_secs(10 * 86_400))), ["ca-expires"]);
-        assert_eq!(codes_of(ca(path, years(11))), ["ca-unusable"]);
+        assert_eq!(codes_of(ca(path, years(11))), ["ca-expires"]);
         let key = keys(path).pop().unwrap();
         assert_eq!(private_file(&key), None);
         fs::set_permissions(&key, fs::Permissions::from_mode(0o644)).unwrap();
