@@ -48,12 +48,15 @@ impl Level {
         // Targets are module paths: "tunnel" covers tunnel_runtime, tunnel_server and tunnel_agent.
         let targets =
             Targets::new().with_default(libraries).with_target("tunnel", own).with_target("postern", own);
-        // The Kubernetes client logs each failed request as an error; our own code logs it once, with its effect.
         if everything {
-            targets
-        } else {
-            targets.with_target("kube_client::client::builder", LevelFilter::OFF)
+            return targets;
         }
+        // The Kubernetes client logs each failed request as an error; our own code logs it once, with its effect. It warns of each
+        // watch that is cut, which is resumed, and with the whole body, maybe a Secret, of an answer that it cannot parse.
+        targets
+            .with_target("kube_client::client", own.min(LevelFilter::ERROR))
+            .with_target("kube_client::client::tls", libraries)
+            .with_target("kube_client::client::builder", LevelFilter::OFF)
     }
 }
 
@@ -276,8 +279,12 @@ mod tests {
             tracing::debug!("hidden");
             tracing::info!("shown");
             tracing::info!(target: "h2::codec", "a library's");
+            tracing::warn!(target: "kube_client::client", "hidden");
+            tracing::error!(target: "kube_client::client::builder", "hidden");
+            tracing::warn!(target: "kube_client::client::tls", "stale");
             let out = buffer.take();
             assert!(out.contains("shown") && !out.contains("hidden") && !out.contains("library"), "{out}");
+            assert!(out.contains("stale"), "{out}");
 
             handle.set(&"4".parse().unwrap()).unwrap();
             tracing::debug!("now shown");

@@ -65,10 +65,12 @@ impl Announced {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(announcement);
     }
 
-    /// Fails if a program panicked, logged an ERROR without an announced text, or did not log an announced one.
+    /// Fails if a program panicked, could not set a socket option, logged an ERROR without an announced text, or did not log an announced one.
     pub(crate) fn judge(&self, dir: &Path) -> Result<()> {
         let panics = panics(dir);
         ensure!(panics.is_empty(), "a program panicked:\n{}", panics.join("\n"));
+        let options = lines(dir, |line| line.contains("failed to set a socket option"));
+        ensure!(options.is_empty(), "the kernel lacks none of these:\n{}", options.join("\n"));
         let (announced, errors) = (self.0.lock().unwrap_or_else(PoisonError::into_inner), errors(dir));
         let surprises: Vec<_> =
             errors.iter().filter(|line| !announced.iter().any(|one| line.contains(&one.text))).collect();

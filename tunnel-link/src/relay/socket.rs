@@ -83,16 +83,16 @@ fn not_to_itself(socket: TcpStream, target: SocketAddr) -> io::Result<TcpStream>
 pub fn prepare_socket(socket: &impl AsFd) {
     reset_on_drop(socket);
     tune_socket(socket);
+    // Else an urgent byte is missing in what is read (RFC 6093 section 5). MPTCP has none.
+    refine("SO_OOBINLINE", SockRef::from(socket).set_out_of_band_inline(true));
 }
 
-/// The same without [`reset_on_drop`].
+/// Sets the options that links and answers of the admin port need too.
 pub fn tune_socket(socket: &impl AsFd) {
     let socket = SockRef::from(socket);
     refine("TCP_NODELAY", socket.set_tcp_nodelay(true));
     refine("SO_KEEPALIVE", socket.set_tcp_keepalive(&link::keepalive().with_time(KEEPALIVE_TIME)));
     refine("TCP_NOTSENT_LOWAT", socket.set_tcp_notsent_lowat(NOTSENT_LOWAT));
-    // Else an urgent byte is missing in what is read (RFC 6093 section 5).
-    refine("SO_OOBINLINE", socket.set_out_of_band_inline(true));
 }
 
 /// Makes the socket's close a TCP RST.
