@@ -7,6 +7,7 @@ use rustls::RootCertStore;
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject;
 use tunnel_runtime::files;
+use tunnel_runtime::text::without_bom;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::x509::X509Version;
 
@@ -110,7 +111,8 @@ impl TrustBundle {
 }
 
 fn certificates(pem: &str) -> Result<Vec<CertificateDer<'static>>, IdentityError> {
-    CertificateDer::pem_slice_iter(pem.as_bytes())
+    // With the mark before it the first certificate would be a comment.
+    CertificateDer::pem_slice_iter(without_bom(pem).as_bytes())
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| IdentityError::Bundle(format!("not PEM: {error}")))
 }
@@ -164,6 +166,7 @@ mod tests {
         assert_eq!(bundle.root_store().len(), 2);
         assert!(!bundle.to_pem().contains("PRIVATE"));
         assert_eq!(TrustBundle::from_pem(&bundle.to_pem()).unwrap(), bundle);
+        assert_eq!(TrustBundle::from_pem(&format!("\u{feff}{pem}")).unwrap(), bundle);
     }
 
     #[test]

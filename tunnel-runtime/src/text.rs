@@ -11,6 +11,11 @@ pub fn harmless(text: &str) -> String {
     text.replace(char::is_control, "\u{fffd}")
 }
 
+/// Returns the text of a file without the byte order mark with which PowerShell begins it.
+pub fn without_bom(text: &str) -> &str {
+    text.strip_prefix('\u{feff}').unwrap_or(text)
+}
+
 /// Formats a number of seconds in its two largest units, such as `1h1m`.
 pub fn age(seconds: u64) -> String {
     match seconds {

@@ -303,8 +303,11 @@ fn the_token_file_may_be_gone_once_enrolled() {
         format!("--token-file={}: No such file or directory (os error 2)", file.display())
     );
     std::fs::write(&file, " \n").unwrap();
-    assert_eq!(error(&flags), "--token-file: not a token: it is empty or contains blanks");
-    std::fs::write(&file, "abc.def\n").unwrap();
+    let reason = "--token-file: not a token: it is empty, or has blanks or characters that are not ASCII";
+    assert_eq!(error(&flags), reason);
+    std::fs::write(&file, "abc\u{2011}def\n").unwrap();
+    assert_eq!(error(&flags), reason, "a hyphen of a word processor");
+    std::fs::write(&file, "\u{feff}abc.def\r\n").unwrap();
     assert_eq!(config(&flags).unwrap().token.unwrap().expose_secret(), "abc.def");
     std::fs::remove_file(&file).unwrap();
     std::fs::create_dir(&state).unwrap();

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use tunnel_runtime::NodeName;
 use tunnel_runtime::config::{ConfigError, host_name};
+use tunnel_runtime::text::without_bom;
 
 use crate::enrol::files::has_certificate;
 use crate::{ExposeSecret, Holder, SecretString, parse_ca_hash};
@@ -80,7 +81,7 @@ impl EnrolmentFlags {
             }
             (Some(token), None) => ("--token", SecretString::from(token.expose_secret().trim())),
             (None, Some(path)) => match std::fs::read_to_string(path) {
-                Ok(text) => ("--token-file", text.trim().into()),
+                Ok(text) => ("--token-file", without_bom(&text).trim().into()),
                 // The token was for the first enrolment. The operator may have removed the file since.
                 Err(error)
                     if error.kind() == io::ErrorKind::NotFound && has_certificate(state_dir, holder) =>
@@ -93,8 +94,10 @@ impl EnrolmentFlags {
             },
             (None, None) => return Ok(None),
         };
-        if token.expose_secret().is_empty() || token.expose_secret().chars().any(char::is_whitespace) {
-            return Err(ConfigError::without_value(key, "not a token: it is empty or contains blanks"));
+        let text = token.expose_secret();
+        if text.is_empty() || !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+            let reason = "not a token: it is empty, or has blanks or characters that are not ASCII";
+            return Err(ConfigError::without_value(key, reason));
         }
         Ok(Some(token))
     }

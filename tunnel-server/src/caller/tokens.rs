@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 
 use sha2::{Digest as _, Sha256};
+use tunnel_runtime::text::without_bom;
 
 use super::identity::{AUTHENTICATED, Caller};
 
@@ -27,7 +28,7 @@ impl Tokens {
             return Err("it is empty; to accept no token, write a line that begins with #".to_owned());
         }
         let mut callers = HashMap::new();
-        for (number, line) in text.lines().enumerate() {
+        for (number, line) in without_bom(text).lines().enumerate() {
             let line = line.trim();
             if line.is_empty() || line.starts_with('#') {
                 continue;
@@ -80,6 +81,9 @@ mod tests {
     fn errors_name_the_line_and_not_the_token() {
         assert_eq!(Tokens::parse("# a comment\n\nalices-own-token,a,1\n").unwrap().callers.len(), 1);
         assert!(Tokens::parse("# none").unwrap().callers.is_empty());
+        assert!(
+            Tokens::parse("\u{feff}alices-own-token,a,1\r\n").unwrap().caller("alices-own-token").is_some()
+        );
         for (text, reason) in [
             ("\n", "it is empty; to accept no token, write a line that begins with #"),
             ("\nalices-own-token", "line 2: not TOKEN,USER,UID[,\"GROUP,GROUP\"]"),
