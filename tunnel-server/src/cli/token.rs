@@ -95,8 +95,8 @@ impl TokenCommand {
         let known = !addresses.is_empty();
         if !known {
             note(
-                "note: no server has run with this state directory yet, so its address is unknown: replace \
-                 SERVER:10262 in the command, or give --server-address HOST:PORT",
+                "note: the server's address is unknown: none has run with this state directory yet, or its host has \
+                 only loopback. Replace SERVER:10262 in the command, or give --server-address HOST:PORT",
             );
             addresses.push("SERVER:10262".into());
         }
