@@ -96,10 +96,7 @@ impl TakeOver {
                 let _ = leaving.run_until_cancelled(others.remove_dead()).await;
                 false
             }
-            () = leaving.cancelled() => {
-                self.give_back(&mut before).await;
-                true
-            }
+            () = leaving.cancelled() => self.give_back(&mut before).await,
         }
     }
 
@@ -190,14 +187,18 @@ impl TakeOver {
         }
     }
 
-    /// This server is told to stop, and the one before goes on: it gets the agents, and then the listeners.
-    async fn give_back(&self, before: &mut Predecessor) {
+    /// This server is told to stop, and the one before goes on: it gets the agents, and then the listeners. False: it has ended.
+    async fn give_back(&self, before: &mut Predecessor) -> bool {
         let started = Instant::now();
         match self.hand_back(before).await {
-            Ok(moved) => log_moved(before, started, moved, "handed back to the previous server"),
-            // It goes on all the same, once this connection ends.
+            Ok(moved) => {
+                log_moved(before, started, moved, "handed back to the previous server");
+                true
+            }
             Err(error) => {
                 tracing::warn!(server_id = before.own().server_id, %error, "failed to hand back to the previous server");
+                // If it lives it goes on all the same, once this connection ends.
+                matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::InvalidData)
             }
         }
     }
@@ -305,7 +306,7 @@ mod tests {
     use std::path::Path;
 
     use prometheus_client::registry::Registry;
-    use tokio::io::AsyncReadExt as _;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::{TcpListener, TcpStream, UnixStream};
     use tunnel_runtime::takeover::{Copies, receive, send};
 
@@ -317,6 +318,18 @@ mod tests {
         send(first, answer).await.unwrap();
     }
 
+    fn take_over() -> TakeOver {
+        let mut registry = Registry::default();
+        let router = crate::runtime::without_nodes(&mut registry);
+        TakeOver {
+            runtime: Runtime::new(router, Workers::here(), &mut registry),
+            gates: Gates::new(false),
+            pending: None,
+            handover: watch::Sender::default(),
+            drain_timeout: BRIEFLY,
+        }
+    }
+
     #[tokio::test]
     async fn what_only_the_first_server_listens_on_is_refused_until_that_one_goes_on() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -326,16 +339,7 @@ mod tests {
         let (mut first, stream) = UnixStream::pair().unwrap();
         copies.greet(&mut first, "1.2.3", Hello::default()).await.unwrap();
         let before = Predecessor::at(Path::new("takeover"), Box::new(stream)).await;
-        let mut registry = Registry::default();
-        let router = crate::runtime::without_nodes(&mut registry);
-        let take_over = TakeOver {
-            runtime: Runtime::new(router, Workers::here(), &mut registry),
-            gates: Gates::new(false),
-            pending: None,
-            handover: watch::Sender::default(),
-            drain_timeout: BRIEFLY,
-        };
-        let mut before = take_over.start(before, Orphans::default());
+        let mut before = take_over().start(before, Orphans::default());
 
         answer(&mut first, Ask::Agents, &Answer::Told(Vec::new())).await;
         let mut waits = TcpStream::connect(address).await.unwrap();
@@ -356,5 +360,31 @@ mod tests {
         let shutdown = Shutdown::default();
         let (there, ()) = tokio::join!(before.take_back(&shutdown), goes_on);
         assert!(there);
+    }
+
+    #[tokio::test]
+    async fn a_first_server_that_ends_while_it_takes_back_is_not_left_to_go_on() {
+        for lives in [true, false] {
+            let (mut first, stream) = UnixStream::pair().unwrap();
+            Copies::default().greet(&mut first, "1.2.3", Hello::default()).await.unwrap();
+            let before = Predecessor::at(Path::new("takeover"), Box::new(stream)).await;
+            let take_over = take_over();
+            let listeners = take_over.gates.listeners.clone();
+            let mut before = take_over.start(before, Orphans::default());
+            answer(&mut first, Ask::Agents, &Answer::Told(Vec::new())).await;
+            answer(&mut first, Ask::Listeners, &Answer::Released).await;
+            listeners.opened().await;
+
+            let fails = async {
+                assert_eq!(receive(&mut first).await.unwrap(), Some(Ask::Back));
+                match lives {
+                    true => send(&mut first, &Answer::Released).await.unwrap(),
+                    false => first.shutdown().await.unwrap(),
+                }
+            };
+            let shutdown = Shutdown::default();
+            let (there, ()) = tokio::join!(before.take_back(&shutdown), fails);
+            assert_eq!(there, lives, "routes and agents are left to nobody, or taken from it");
+        }
     }
 }
