@@ -88,6 +88,30 @@ async fn a_rotation_loses_no_agent() {
     enroll(&server.agent("edge-4", "edge-4", Some(&server.token("edge-4")))).await.unwrap();
 }
 
+/// As from half of a backup.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_ca_that_cannot_be_read_any_more_stays_in_use_and_is_followed_again() {
+    let server = TestServer::start().await;
+    let (_, identity) = server.enrolled("edge-1").await;
+    let (file, old) = (server.state_dir().join("ca/ca.crt"), server.ca_hash());
+    let (good, path) = (fs::read(&file).unwrap(), file.display().to_string());
+    let broken = b"-----BEGIN CERTIFICATE-----\nMIIB".as_slice();
+    for (damaged, reason) in [(broken, "not PEM"), (b"\xff\xfe".as_slice(), "not text")] {
+        fs::write(&file, damaged).unwrap();
+        let said = |line: &str| {
+            ["ERROR", "keeping the present ones", &path, reason].iter().all(|part| line.contains(part))
+        };
+        eventually(reason, async || log().lines().any(said).then_some(())).await;
+        assert_eq!(server.certificate.ca.borrow().hash(), old);
+        Session::open(&server.address, &identity).await.unwrap();
+    }
+    fs::write(&file, good).unwrap();
+    eventually("an end of the failure", async || log().contains("CA up to date again").then_some(())).await;
+    server.ca.introduce().unwrap();
+    server_has(&server, 2, &old).await;
+    Session::open(&server.address, &identity).await.unwrap();
+}
+
 /// The renewal reads the file of its key, which is a pipe here.
 #[tokio::test]
 async fn a_disk_that_does_not_answer_delays_only_the_renewal() {

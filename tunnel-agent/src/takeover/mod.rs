@@ -15,6 +15,8 @@
 mod message;
 mod predecessor;
 mod successor;
+#[cfg(test)]
+mod tests;
 
 pub use predecessor::{Predecessor, take_over};
 pub use successor::Succession;

@@ -183,10 +183,17 @@ fn relay(
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use std::future::pending;
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::time::Duration;
+
+    use tokio::io::AsyncReadExt as _;
     use tokio::net::TcpListener;
     use tokio::sync::mpsc;
+    use tokio::task::JoinHandle;
     use tokio_util::task::AbortOnDropHandle;
     use tunnel_runtime::accept::Gate;
+    use tunnel_runtime::lifecycle::Drained;
 
     use super::*;
     use crate::session::Workers;
@@ -237,5 +244,59 @@ pub(crate) mod tests {
     async fn what_a_client_sends_is_not_read_on_the_accepting_thread() {
         assert_eq!(thread_of::<true>().await, "handshake-0");
         assert_ne!(thread_of::<false>().await, "handshake-0");
+    }
+
+    /// Counts those that it opens.
+    struct Panicking(Arc<AtomicU32>);
+
+    impl Listener for Panicking {
+        fn name(&self) -> &'static str {
+            "test"
+        }
+
+        async fn open(&self, _: &mut TcpStream, _: &mut Client, _: &Router) -> Result<Opened, OpenError> {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            panic!("a test")
+        }
+    }
+
+    async fn expect_drained(context: &ListenerContext) {
+        let drained = context.drain.finish(Duration::from_secs(10), pending()).await;
+        assert_eq!(drained, Drained::Complete, "the server's stop waits for a task that is gone");
+    }
+
+    #[tokio::test]
+    async fn a_panic_before_the_node_is_known_frees_the_places() {
+        let context = ListenerContext::without_nodes();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let shares = Shares::new(1).with_unauthenticated(&Arc::new(Shares::new(1)));
+        let (opened, gated) = (Arc::<AtomicU32>::default(), Gate::new(true).guard(listener));
+        let serving = serve(Panicking(opened.clone()), gated, context.clone(), shares);
+        let _serving = AbortOnDropHandle::new(tokio::spawn(serving));
+        for client in 1..=3 {
+            let mut socket = TcpStream::connect(address).await.unwrap();
+            assert_eq!(socket.read(&mut [0]).await.unwrap_or(0), 0, "it is answered");
+            assert_eq!(opened.load(Ordering::Relaxed), client, "the one before has its place for ever");
+        }
+        expect_drained(&context).await;
+    }
+
+    #[tokio::test]
+    async fn a_panic_during_a_relay_frees_the_place_and_is_counted() {
+        let (context, shares) = (ListenerContext::without_nodes(), Shares::new(1));
+        let client: SocketAddr = "127.0.0.1:40000".parse().unwrap();
+        let request = OpenRequest::new("edge-1".parse().unwrap(), client);
+        let mut record = AccessLogGuard::new("test", client, &request, &context);
+        record.hold(shares.admit(client.ip()).unwrap());
+        assert!(shares.admit(client.ip()).is_err() && context.metrics.active_at("test") == 1);
+        let relaying: JoinHandle<()> = tokio::spawn(async move {
+            let _record = record;
+            panic!("a test")
+        });
+        assert!(relaying.await.unwrap_err().is_panic());
+        assert!(shares.admit(client.ip()).is_ok() && context.metrics.live.all().is_empty());
+        assert_eq!((context.metrics.active_at("test"), context.metrics.ended_at("test")), (0, 1));
+        expect_drained(&context).await;
     }
 }

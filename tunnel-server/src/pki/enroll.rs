@@ -332,18 +332,21 @@ impl Enrollment for ForClient {
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::sync::mpsc;
     use std::time::SystemTime;
 
+    use tokio::time::timeout;
     use tunnel_pki::{PrivateKey, create_csr, public_key_of_csr};
+    use tunnel_runtime::files::DirectoryLock;
 
     use super::*;
-    use crate::pki::{Ca, Lifetimes};
+    use crate::pki::{Ca, LOCK, Lifetimes};
 
     /// A service without revocations and inventory. It has the CA's state of now until the sender has another.
     fn service_of(ca: &Ca) -> (watch::Sender<Arc<CaState>>, EnrollService) {
         let (told, state) = watch::channel(Arc::new(ca.state().unwrap()));
         let standing = Standing::new(watch::channel(Arc::default()).1, watch::channel(None).1, true);
-        let policy = EnrollPolicy { standing, tokens: false };
+        let policy = EnrollPolicy { standing, tokens: true };
         (told, EnrollService::new(state, ca.state_dir(), policy, PkiMetrics::default()))
     }
 
@@ -399,5 +402,41 @@ mod tests {
         ca.retire(true).unwrap();
         told.send_replace(Arc::new(ca.state().unwrap()));
         refused(Some(&valid), "root is no longer trusted");
+    }
+
+    /// As when an operator's command waits for a disk while it has the lock.
+    #[tokio::test]
+    async fn an_enrolment_that_waits_for_another_process_delays_no_connection_and_no_renewal() {
+        let directory = tempfile::tempdir().unwrap();
+        let ca = Ca::load_or_create(&directory.path().join("server"), Lifetimes::default()).unwrap();
+        let (_told, service) = service_of(&ca);
+        let csr = create_csr(&PrivateKey::generate().unwrap()).unwrap();
+        let (key, node) = (public_key_of_csr(&csr).unwrap(), "edge-1".parse::<NodeName>().unwrap());
+        let certificate = ca.state().unwrap().issue_agent(&node, &key).unwrap().chain[0].clone();
+        let tokens = TokenStore::new(ca.state_dir());
+        let (token, _) =
+            tokens.create((Holder::Agent, &node), Duration::from_secs(3600), Timestamp::now()).unwrap();
+        let client = |certificate| ForClient {
+            inner: service.inner.clone(),
+            source: [10, 0, 0, 1].into(),
+            certificate,
+        };
+        let (enrols, renews) = (client(None), client(Some(certificate)));
+
+        let lock = DirectoryLock::acquire(ca.state_dir(), LOCK).unwrap();
+        let (release, released) = mpsc::channel::<()>();
+        // In time also if this thread waits for it.
+        let other = std::thread::spawn(move || {
+            let _ = released.recv_timeout(Duration::from_secs(10));
+            drop(lock);
+        });
+        let request = EnrollRequest { node: "edge-1".to_owned(), token: token.expose(), csr: csr.clone() };
+        let mut enrolling = enrols.enroll(Request::new(request));
+        let early = timeout(Duration::from_millis(50), enrolling.as_mut()).await;
+        assert!(early.is_err(), "two processes write at a time");
+        renews.renew(Request::new(RenewRequest { csr })).await.unwrap();
+        release.send(()).expect("this thread waited for the lock");
+        enrolling.await.unwrap();
+        other.join().unwrap();
     }
 }

@@ -17,6 +17,8 @@
 mod message;
 mod predecessor;
 mod successor;
+#[cfg(test)]
+mod tests;
 
 use tunnel_runtime::accept::Gate;
 
