@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use parking_lot::Mutex;
 use tracing_subscriber::EnvFilter;
 
@@ -28,6 +28,8 @@ pub(crate) fn of_now() -> u64 {
 const LIMIT: Duration = Duration::from_secs(120);
 /// Failures after which no further seeds are begun.
 const ENOUGH: usize = 5;
+/// Minimum number of seeds a minute in a run for a time: with fewer it would have looked at hardly anything.
+const LEAST: f64 = 100.0;
 
 /// The folder of a run, in memory if there is such a place: programs sync what they write.
 struct Dir(PathBuf);
@@ -130,11 +132,11 @@ pub(crate) fn many(first: u64, count: u64, limit: Option<Duration>) -> Result<Ve
             .try_for_each(|worker| worker.join().unwrap_or_else(|_| anyhow::bail!("a worker panicked")))
     })?;
     let (seconds, run) = (begin.elapsed().as_secs_f64(), next.into_inner().saturating_sub(threads as u64));
-    let failed = failed.into_inner();
-    println!(
-        "{run} seeds from {first} in {seconds:.1} s, {:.0} a minute; {} failed",
-        run as f64 / seconds * 60.0,
-        failed.len()
+    let (failed, rate) = (failed.into_inner(), run as f64 / seconds * 60.0);
+    println!("{run} seeds from {first} in {seconds:.1} s, {rate:.0} a minute; {} failed", failed.len());
+    ensure!(
+        limit.is_none() || !failed.is_empty() || rate >= LEAST,
+        "{rate:.0} seeds a minute, of at least {LEAST}"
     );
     Ok(failed)
 }
