@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::{self, Agent, START};
 use postern_testbed::client::{self, Pattern, connect, digest, echo, pattern_digest};
 use postern_testbed::percentiles::Times;
-use postern_testbed::report::{figure, progress};
+use postern_testbed::report::{figure, skipped};
 use postern_testbed::server::{self, Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
@@ -173,7 +173,7 @@ async fn two_links_are_enough_for_bbr(testbed: &Testbed) -> Result<()> {
     reno.process.stop().await?;
     server.wait_connected("edge-1", false, START).await?;
     if !Congestion::Auto.is_bbr() {
-        progress("this kernel has no BBR, or does not permit it: a link of its own for each connection");
+        skipped("two links with BBR: this kernel has none, or does not permit it");
         let _reno = agent::Builder::new(&server, 1).spawn()?;
         server.wait_connected("edge-1", true, START).await?;
         return hold_on_links_of_their_own(&server, shell.address, 4).await.map(drop);
