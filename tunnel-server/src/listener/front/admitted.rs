@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use http::header::HeaderMap;
+use http::header::{HeaderMap, HeaderValue};
 use http::request::Parts;
 use http::{Method, StatusCode};
 use hyper::body::Incoming;
@@ -38,6 +38,8 @@ pub(super) struct Admitted {
     pub(super) by_token: bool,
     /// `None` for a proxy's request, whose URL says all.
     pub(super) on_edge: Option<NodeTarget>,
+    /// The protocols that may follow.
+    pub(super) upgrade: Option<HeaderValue>,
 }
 
 /// Destination of a request: a node or a pod there.
@@ -92,6 +94,7 @@ impl Served {
             permit,
             by_token,
             on_edge: Some(destination),
+            upgrade: wanted.upgrade,
         })
     }
 
@@ -249,7 +252,7 @@ impl Served {
         let of_kubelet = destination.on_node && port == destination.node.kubelet_port;
         let accesses = match of_kubelet {
             true => kubelet_accesses(method, path),
-            false => other_accesses(method, path, wanted.switches),
+            false => other_accesses(method, path, wanted.upgrade.is_some()),
         };
         reviewer.allow(caller, &accesses, &destination.node.node).await?;
         Ok(accesses)

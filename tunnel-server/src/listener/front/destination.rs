@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use http::request::Parts;
-use http::{HeaderMap, Method, Version, header};
+use http::{HeaderMap, HeaderValue, Method, Version, header};
 use tunnel_runtime::text::printable;
 
 use tunnel_routing::split_host;
@@ -31,8 +31,8 @@ pub struct RequestTarget {
     pub pod: Option<(String, String)>,
     /// The path as the target will read it; an error if it is ambiguous.
     pub path: Result<String, String>,
-    /// True if another protocol may follow.
-    pub switches: bool,
+    /// The protocols that may follow.
+    pub upgrade: Option<HeaderValue>,
 }
 
 /// Parses the head of a request, without looking anything up.
@@ -72,8 +72,8 @@ pub fn parse_destination(head: &Parts) -> Result<RequestTarget, String> {
     };
     let path = decoded(head.uri.path());
     let pod = path.as_ref().ok().and_then(|path| pod_of(path));
-    let switches = wanted_upgrade(&head.headers).is_some();
-    Ok(RequestTarget { host: host.to_owned(), port, named, dest, pod, path, switches })
+    let upgrade = wanted_upgrade(head);
+    Ok(RequestTarget { host: host.to_owned(), port, named, dest, pod, path, upgrade })
 }
 
 /// Returns the only value of a header.

@@ -13,14 +13,15 @@ const OWN: &str = "x-tunnel-proxy-";
 
 /// Returns the protocols that the client wants instead of HTTP/1.1, if any. Clients offer h2c by default; HTTP/2 and TLS are never
 /// accepted, in which requests would follow that nobody here checks.
-pub(super) fn wanted_upgrade(headers: &HeaderMap) -> Option<HeaderValue> {
+pub(super) fn wanted_upgrade(head: &Parts) -> Option<HeaderValue> {
+    let headers = &head.headers;
     let accepted = |protocol: &&str| {
         let name = protocol.split('/').next().unwrap_or_default();
         !["h2c", "h2", "http", "tls"].iter().any(|refused| name.eq_ignore_ascii_case(refused))
     };
     let wanted: Vec<_> = listed(headers, &header::UPGRADE).filter(accepted).collect();
-    // Most requests have none.
-    if wanted.is_empty() {
+    // Most requests have none. Other versions know none (RFC 9110 section 7.8).
+    if wanted.is_empty() || head.version != Version::HTTP_11 {
         return None;
     }
     let named = listed(headers, &header::CONNECTION).any(|name| name.eq_ignore_ascii_case("upgrade"));
@@ -190,7 +191,12 @@ mod tests {
 
     #[test]
     fn an_upgrade_is_one_only_if_connection_says_so() {
-        let wanted = |headers| wanted_upgrade(&map(headers));
+        let of = |version, headers: &[_]| {
+            let mut head = http::Request::new(()).into_parts().0;
+            (head.version, head.headers) = (version, map(headers));
+            wanted_upgrade(&head)
+        };
+        let wanted = |headers: &[_]| of(Version::HTTP_11, headers);
         assert_eq!(wanted(&[("connection", "Upgrade"), ("upgrade", "SPDY/3.1")]).unwrap(), "SPDY/3.1");
         assert_eq!(
             wanted(&[("connection", "keep-alive, upgrade"), ("upgrade", "websocket")]).unwrap(),
@@ -198,11 +204,12 @@ mod tests {
         );
         assert_eq!(wanted(&[("upgrade", "websocket")]), None);
         for refused in ["h2c", "H2C,h2c", "TLS/1.0, h2", "HTTP/2.0", ""] {
-            let headers = map(&[("connection", "upgrade, http2-settings"), ("upgrade", refused)]);
-            assert_eq!(wanted_upgrade(&headers), None, "{refused}");
+            let headers = [("connection", "upgrade, http2-settings"), ("upgrade", refused)];
+            assert_eq!(wanted(&headers), None, "{refused}");
         }
         let several = [("connection", "upgrade"), ("upgrade", "h2c, websocket"), ("upgrade", "foo/1")];
         assert_eq!(wanted(&several).unwrap(), "websocket, foo/1");
+        assert_eq!(of(Version::HTTP_10, &several), None);
     }
 
     #[test]

@@ -5,6 +5,7 @@ use hyper::body::{Body as _, Incoming};
 use tunnel_runtime::NodeName;
 
 use super::admitted::Admitted;
+use super::headers::wanted_upgrade;
 use super::served::Served;
 use crate::caller::Shown;
 use crate::listener::answer::Failure;
@@ -33,6 +34,7 @@ impl Served {
             };
         let secure = node.is_some() || !self.front.is_exposed(client);
         let (reached, caller, permit) = reception.decide(&request, shown, client, secure).await?;
-        Ok(Admitted { reached, caller: Some(caller), permit: Some(permit), by_token: false, on_edge: None })
+        let (caller, permit, upgrade) = (Some(caller), Some(permit), wanted_upgrade(head));
+        Ok(Admitted { reached, caller, permit, by_token: false, on_edge: None, upgrade })
     }
 }

@@ -67,11 +67,7 @@ pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> 
     response
 }
 
-async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result<Response<Body>, Failure> {
-    let wants =
-        (request.version() == Version::HTTP_11).then(|| headers::wanted_upgrade(request.headers())).flatten();
-    let switches = wants.is_some() || request.method() == Method::CONNECT;
-    let client = switches.then(|| hyper::upgrade::on(&mut request));
+async fn forward(served: &Arc<Served>, request: Request<Incoming>) -> Result<Response<Body>, Failure> {
     let (mut head, body) = request.into_parts();
     let admitted = served.admitted(&head, &body).await;
     let admitted = admitted.inspect_err(|failure| served.turned_away(failure))?;
@@ -85,6 +81,8 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
         Ok(upstream) => upstream,
         Err(reason) => return Err(failed(record, reason.into())),
     };
+    let switches = admitted.upgrade.is_some() || head.method == Method::CONNECT;
+    let client = switches.then(|| head.extensions.remove::<OnUpgrade>()).flatten();
     let client = match client {
         Some(client) if head.method == Method::CONNECT => {
             record.presume(Outcome::Shutdown);
@@ -105,7 +103,7 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
         Err(failure) => return Err(failed(record, failure)),
     };
     let h2 = backend.is_http2();
-    if let Err(reason) = served.rewrite(&mut head, &admitted, wants.as_ref(), h2) {
+    if let Err(reason) = served.rewrite(&mut head, &admitted, h2) {
         return Err(failed(record, Failure::bad_request(reason)));
     }
     // hyper sends no body of unknown length with a GET or HEAD, unless the head says that there is one.
@@ -206,13 +204,7 @@ impl Served {
     }
 
     /// Rewrites the head for the target.
-    fn rewrite(
-        &self,
-        head: &mut Parts,
-        admitted: &Admitted,
-        upgrade: Option<&HeaderValue>,
-        h2: bool,
-    ) -> Result<(), String> {
+    fn rewrite(&self, head: &mut Parts, admitted: &Admitted, h2: bool) -> Result<(), String> {
         let authority = head.uri.authority().map(ToString::to_string);
         let asked = head.headers.get(header::HOST).and_then(|host| host.to_str().ok().map(ToOwned::to_owned));
         let host = admitted.on_edge.as_ref().and_then(|destination| destination.host.clone());
@@ -221,6 +213,9 @@ impl Served {
         if admitted.by_token {
             head.headers.remove(header::AUTHORIZATION);
         }
-        if h2 { headers::target_head_2(head, &host) } else { headers::target_head(head, &host, upgrade) }
+        match h2 {
+            true => headers::target_head_2(head, &host),
+            false => headers::target_head(head, &host, admitted.upgrade.as_ref()),
+        }
     }
 }
