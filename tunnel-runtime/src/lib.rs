@@ -26,6 +26,7 @@ pub mod memory;
 pub mod net;
 mod node_name;
 pub mod output;
+pub mod places;
 pub mod progress;
 pub mod reloaded;
 pub mod service;

@@ -49,11 +49,13 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use prometheus_client::registry::Registry;
 use serde::{Deserialize, Serialize};
+use socket2::SockRef;
 use tokio_util::sync::CancellationToken;
 
 use crate::accept::Gate;
 use crate::lifecycle::{Readiness, THREADS_END};
 use crate::logging;
+use crate::net::refine;
 use crate::settled::Settling;
 
 /// A level is a word or a number, possibly followed by levels for modules.
@@ -109,6 +111,8 @@ impl Admin {
     /// Fails if it is not a listener, or if the thread or its runtime cannot be created.
     pub fn serve(self, listener: TcpListener) -> io::Result<Serving> {
         listener.set_nonblocking(true)?;
+        // Its connections inherit it.
+        refine("TCP_USER_TIMEOUT", SockRef::from(&listener).set_tcp_user_timeout(Some(serve::READ_TIMEOUT)));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let (stop, gate) = (CancellationToken::new(), Gate::new(true));
         let entered = runtime.enter();

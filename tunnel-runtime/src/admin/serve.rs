@@ -12,18 +12,23 @@ use axum::response::{IntoResponse as _, Response};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use tokio::time::Instant;
 
 use crate::accept::Gated;
+use crate::places::Places;
 use crate::text::printable;
 
 /// Source address that an agent uses to dial its own admin port for a server. A client that reaches a node's ports
 /// through the tunnel may read metrics there, but is not the node's administrator. An address also works after another
 /// process took over the listener.
 pub const TUNNELLED: Ipv4Addr = Ipv4Addr::new(127, 80, 84, 1);
-/// Maximum time for receiving a request's head, from the start or the last answer on, and then its body.
+/// Maximum time for receiving a request's head, from the start or the last answer on, and then its body; and for which a
+/// client may take nothing of an answer.
 pub(super) const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum length of a request's head, in bytes.
 const MAX_HEAD: usize = 16 << 10;
+/// Maximum number of connections, with those that are being closed.
+pub(super) const MAX_CONNECTIONS: u32 = 64;
 
 /// Accepts connections and answers their requests, until dropped. The second router serves connections from
 /// [`TUNNELLED`].
@@ -31,16 +36,24 @@ pub(super) async fn answer(mut listener: Gated, own: Router, tunnelled: Router) 
     let mut server = http1::Builder::new();
     // A client may close its sending half after the request and wait for the answer.
     server.timer(TokioTimer::new()).header_read_timeout(READ_TIMEOUT).max_buf_size(MAX_HEAD).half_close(true);
+    // Each is a source of its own, so that the oldest gives way: those who hold the others may have the address of the newest.
+    let places = Places::new(MAX_CONNECTIONS, 1).undisturbed_for(Duration::ZERO);
     loop {
         let (socket, client) = listener.accept("admin").await;
+        let Some(place) = places.admit(client, Instant::now()) else { continue };
         let router = if client.ip() == TUNNELLED { &tunnelled } else { &own };
         let service = TowerToHyperService::new(router.clone());
         let connection = server.serve_connection(TokioIo::new(socket), service);
         tokio::spawn(async move {
-            if let Err(error) = connection.await {
-                tracing::debug!(%client, %error, "admin connection failed");
+            tokio::select! {
+                ended = connection => if let Err(error) = ended {
+                    tracing::debug!(%client, %error, "admin connection failed");
+                },
+                () = place.evicted() => tracing::debug!(%client, "too many admin connections, closing the oldest"),
             }
         });
+        // Those that have to give way are closed before the next ones come.
+        tokio::task::yield_now().await;
     }
 }
 

@@ -32,6 +32,10 @@ fn serve() -> (Served, Readiness, Log) {
 }
 
 fn serve_after(settling: Settling) -> (Served, Readiness, Log) {
+    serve_on(TcpListener::bind("127.0.0.1:0").unwrap(), settling)
+}
+
+fn serve_on(listener: TcpListener, settling: Settling) -> (Served, Readiness, Log) {
     let mut registry = Registry::default();
     let counter = Counter::<u64>::default();
     registry.sub_registry_with_prefix("postern").register("things", "Things seen", counter.clone());
@@ -62,7 +66,6 @@ fn serve_after(settling: Settling) -> (Served, Readiness, Log) {
         log: logging::Handle::noting(log.0.clone()),
         settling,
     };
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     (Served { address, serving: admin.serve(listener).unwrap() }, readiness, log)
 }
@@ -238,6 +241,38 @@ async fn a_head_that_never_ends_is_closed() {
     let answers =
         tokio::join!(send(&serving, b"GET /healthz HTTP/1.1\r\nHost: a\r\nX: "), send(&serving, b""));
     assert!(!answers.0.contains(" 200 ") && !answers.1.contains(" 200 "), "{answers:?}");
+}
+
+#[tokio::test]
+async fn connections_are_bounded_and_a_new_one_is_answered() {
+    let (serving, _, _) = serve();
+    let mut held = Vec::new();
+    for _ in 0..serve::MAX_CONNECTIONS {
+        held.push(TcpStream::connect(serving.address()).await.unwrap().into_std().unwrap());
+    }
+    // It was accepted after all of them.
+    assert_eq!(ask(&serving, Method::GET, "/healthz", "").await.status, StatusCode::OK);
+    let is_open = |held: &&std::net::TcpStream| {
+        held.peek(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
+    };
+    // The others end as soon as their tasks run: the listener does not wait for that.
+    let bound = serve::MAX_CONNECTIONS as usize * 3 / 4;
+    let wait = async {
+        while held.iter().filter(is_open).count() > bound {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(serve::READ_TIMEOUT / 2, wait).await.expect("the oldest ones are closed");
+    assert!(!is_open(&&held[0]) && is_open(&held.last().unwrap()));
+}
+
+#[test]
+fn an_answer_that_nobody_takes_ends() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let shared = listener.try_clone().unwrap();
+    let _serving = serve_on(listener, Settling::default());
+    // The kernel does the rest, for each connection.
+    assert_eq!(SockRef::from(&shared).tcp_user_timeout().unwrap(), Some(serve::READ_TIMEOUT));
 }
 
 #[tokio::test]

@@ -2,7 +2,6 @@
 
 mod accept;
 mod budget;
-mod places;
 mod shares;
 mod source_buckets;
 
@@ -11,9 +10,9 @@ use std::net::{IpAddr, Ipv6Addr};
 pub use accept::Accept;
 pub use budget::Budget;
 pub(crate) use budget::Part;
-pub(crate) use places::{Place, Places};
 pub(crate) use shares::{Full, Share, Shares, decrement};
 pub(crate) use source_buckets::SourceBuckets;
+pub(crate) use tunnel_runtime::places::{Place, Places};
 
 /// Returns the key by which connections count as one source: an IPv4 address, or the /64 of an IPv6 address, within
 /// which an IPv6 host chooses its addresses freely.

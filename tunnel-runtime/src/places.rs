@@ -1,4 +1,4 @@
-//! Places for unauthenticated connections. When all are taken, the source with the most gives one up.
+//! Places for connections that nobody has authenticated. When all are taken, the source with the most gives one up.
 //!
 //! A limit that only refuses locks others out: clients that connect and stay silent would hold every place until a
 //! timeout, and then take it again. Here a new connection gets in at the expense of the source with the most places, so
@@ -24,7 +24,7 @@ const OVERDUE: [Duration; 2] = [SILENT, STUCK];
 
 /// A fixed number of places, shared by sources of type `K`.
 #[derive(Debug)]
-pub(crate) struct Places<K: Ord> {
+pub struct Places<K: Ord> {
     limit: u32,
     /// Maximum number of evicted connections that may still hold their sockets.
     limit_leaving: u32,
@@ -65,7 +65,7 @@ struct Placed {
 impl<K: Ord + Hash + Clone> Places<K> {
     /// Creates places for at most `sockets` connections, including evicted ones that are not closed yet, and at most
     /// `per_source` of one source.
-    pub(crate) fn new(sockets: u32, per_source: u32) -> Self {
+    pub fn new(sockets: u32, per_source: u32) -> Self {
         let limit_leaving = (sockets / 4).max(1);
         let state =
             State { next: 0, taken: 0, leaving: 0, sources: HashMap::new(), ranking: BTreeSet::new() };
@@ -80,23 +80,23 @@ impl<K: Ord + Hash + Clone> Places<K> {
 
     /// For sources that cannot have many connections each: a connection ends by itself within `time`, and does not make
     /// room before that for a source with as many. Otherwise many that arrive at once would keep replacing each other.
-    pub(crate) fn undisturbed_for(self, time: Duration) -> Self {
+    pub fn undisturbed_for(self, time: Duration) -> Self {
         Self { overdue: [time; 2], ..self }
     }
 
     /// True if all places are taken.
-    pub(crate) fn is_full(&self) -> bool {
+    pub fn is_full(&self) -> bool {
         self.state.lock().taken >= self.limit
     }
 
     /// True if a source without a place gets one: a free one, or that of a source with several.
-    pub(crate) fn admits_new_source(&self) -> bool {
+    pub fn admits_new_source(&self) -> bool {
         let state = self.state.lock();
         state.taken < self.limit || state.ranking.last().is_some_and(|(most, ..)| *most > 1)
     }
 
     /// Takes a place for a connection from `source`. Returns `None` if this source may not have one.
-    pub(crate) fn admit(&self, source: K, now: Instant) -> Option<Place<K>> {
+    pub fn admit(&self, source: K, now: Instant) -> Option<Place<K>> {
         let mut state = self.state.lock();
         let own = state.count(&source);
         if (own >= self.per_source || state.taken >= self.limit)
@@ -183,7 +183,7 @@ impl Source {
 
 /// Place of a connection; dropping it frees the place.
 #[derive(Debug)]
-pub(crate) struct Place<K: Ord + Hash + Clone> {
+pub struct Place<K: Ord + Hash + Clone> {
     state: Arc<Mutex<State<K>>>,
     source: K,
     number: u64,
@@ -193,7 +193,7 @@ pub(crate) struct Place<K: Ord + Hash + Clone> {
 impl<K: Ord + Hash + Clone> Place<K> {
     /// Called when the connection waits for this server: silent ones are evicted before it, and it is not overdue until
     /// [`Place::spoke`].
-    pub(crate) fn waits(&self) {
+    pub fn waits(&self) {
         self.state.lock().change(&self.source, |places| {
             let placed = places.silent.remove(&self.number).or_else(|| places.speaking.remove(&self.number));
             if let Some(placed) = placed {
@@ -204,7 +204,7 @@ impl<K: Ord + Hash + Clone> Place<K> {
 
     /// Called when the connection has sent something that this server begins to answer: silent and waiting ones are evicted
     /// before it.
-    pub(crate) fn spoke(&self) {
+    pub fn spoke(&self) {
         self.state.lock().change(&self.source, |places| {
             let placed = places.silent.remove(&self.number).or_else(|| places.waiting.remove(&self.number));
             if let Some(placed) = placed {
@@ -214,12 +214,11 @@ impl<K: Ord + Hash + Clone> Place<K> {
     }
 
     /// Completes when the place has been given to another connection; this one has to be closed then.
-    pub(crate) fn evicted(&self) -> WaitForCancellationFuture<'_> {
+    pub fn evicted(&self) -> WaitForCancellationFuture<'_> {
         self.evicted.cancelled()
     }
 
-    #[cfg(test)]
-    pub(crate) fn is_evicted(&self) -> bool {
+    pub fn is_evicted(&self) -> bool {
         self.evicted.is_cancelled()
     }
 }
