@@ -33,7 +33,7 @@ use tunnel_runtime::text::printable;
 
 use super::nodes::Peers;
 use super::peer::Peer;
-use super::trust::{Distrust, Trust, learn, not_trusted};
+use super::trust::{Distrust, Trust, Unstored, learn, not_trusted};
 use crate::session::{Link, Streams, Workers};
 
 /// How often to look whether a link is needed.
@@ -358,11 +358,13 @@ async fn follow_holdings(
     context: &PeerContext,
     chain: Chain,
 ) -> Error {
+    let mut unstored = Unstored::default();
     loop {
         let mut all = Some(HashSet::new());
         let mut next = Some(first);
         while let Some(mut holdings) = next {
-            learn(&context.trust, peer, std::mem::take(&mut holdings.revocations)).await;
+            let revocations = std::mem::take(&mut holdings.revocations);
+            learn(&context.trust, peer, revocations, &mut unstored).await;
             let bundle = std::mem::take(&mut holdings.trust_bundle);
             if let Some(redirector) = context.redirector.as_ref().filter(|_| !bundle.is_empty()) {
                 let announced =
@@ -373,9 +375,14 @@ async fn follow_holdings(
             if let Err(error) = apply(peers, peer, holdings, &mut all) {
                 return error;
             }
-            next = match told.message().await {
-                Ok(next) => next,
-                Err(status) => return Error::Watch(Box::new(status)),
+            next = loop {
+                tokio::select! {
+                    next = told.message() => match next {
+                        Ok(next) => break next,
+                        Err(status) => return Error::Watch(Box::new(status)),
+                    },
+                    () = unstored.due() => unstored.retry(&context.trust.revocations, &peer.server_id).await,
+                }
             };
         }
         tokio::time::sleep(AGAIN).await;

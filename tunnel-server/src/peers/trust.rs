@@ -1,12 +1,14 @@
 //! Judges another server while a link with it lasts, and learns the revocations that it knows.
 
+use std::collections::BTreeMap;
+use std::future::pending;
 use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
 use rustls_pki_types::CertificateDer;
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep_until};
 use tunnel_pki::{BACKDATE, IdentityError, TrustBundle};
 use tunnel_runtime::blocking::blocking;
 use tunnel_runtime::clock::Clock;
@@ -79,8 +81,41 @@ pub(super) async fn not_trusted(trust: &Trust, peer: &Peer, chain: &[Certificate
     }
 }
 
+/// Revocations of a peer that could not be stored, such as while the disk is full. The peer tells them again only with its next
+/// link.
+#[derive(Default)]
+pub(super) struct Unstored {
+    records: BTreeMap<Subject, Revocation>,
+    /// Time of the next attempt to store them all.
+    again: Option<Instant>,
+}
+
+impl Unstored {
+    /// Waits until they are to be stored again.
+    pub(super) async fn due(&self) {
+        match self.again {
+            Some(again) => sleep_until(again).await,
+            None => pending().await,
+        }
+    }
+
+    /// Stores them again.
+    pub(super) async fn retry(&mut self, store: &RevocationStore, server_id: &str) {
+        self.again = None;
+        let records = std::mem::take(&mut self.records).into_values().collect();
+        self.store(store, server_id, records).await;
+    }
+
+    async fn store(&mut self, store: &RevocationStore, server_id: &str, records: Vec<Revocation>) {
+        if !stored(store, server_id, &records).await {
+            self.records.extend(records.into_iter().map(|record| (record.subject.clone(), record)));
+            self.again.get_or_insert_with(|| Instant::now() + AGAIN);
+        }
+    }
+}
+
 /// Keeps the newer ones of the revocations that another server has told.
-pub(super) async fn learn(trust: &Trust, peer: &Peer, told: Vec<String>) {
+pub(super) async fn learn(trust: &Trust, peer: &Peer, told: Vec<String>, unstored: &mut Unstored) {
     // A time that no timestamp can have takes no readmission.
     let now = Timestamp::try_from(trust.clock.now()).unwrap_or(Timestamp::MIN);
     let known = trust.standing.revocations().borrow().clone();
@@ -92,7 +127,7 @@ pub(super) async fn learn(trust: &Trust, peer: &Peer, told: Vec<String>) {
             Err(Skipped) => skipped += 1,
         }
     }
-    let server_id = peer.server_id.clone();
+    let server_id = peer.server_id.as_str();
     if skipped > 0 {
         tracing::warn!(
             server_id,
@@ -104,19 +139,9 @@ pub(super) async fn learn(trust: &Trust, peer: &Peer, told: Vec<String>) {
         let (subject, revoked, readmitted) = (&record.subject, record.revoked, record.readmitted);
         tracing::warn!(server_id, %subject, %revoked, ?readmitted, "learnt a revocation from a peer");
     }
-    if records.is_empty() || stored(&trust.revocations, &server_id, &records).await {
-        return;
+    if !records.is_empty() {
+        unstored.store(&trust.revocations, server_id, records).await;
     }
-    // The peer tells it again only with its next link.
-    let (store, closed) = (trust.revocations.clone(), peer.closed.clone());
-    tokio::spawn(closed.run_until_cancelled_owned(async move {
-        loop {
-            sleep(AGAIN).await;
-            if stored(&store, &server_id, &records).await {
-                return;
-            }
-        }
-    }));
 }
 
 /// Returns false if some could not be stored.
@@ -162,6 +187,32 @@ fn accepted(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn what_could_not_be_stored_is_stored_later_with_what_came_meanwhile() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = folder.path().join("state");
+        // As on a full disk nothing can be created in it.
+        std::fs::write(&state, "").unwrap();
+        let (store, mut unstored, began) =
+            (RevocationStore::new(&state), Unstored::default(), Instant::now());
+        let revoked = ["edge-1", "edge-2"].map(|node| {
+            Revocation::revoke(None, Subject::Node(node.parse().unwrap()), Timestamp::UNIX_EPOCH)
+        });
+        for record in &revoked {
+            tokio::time::advance(AGAIN / 4).await;
+            unstored.store(&store, "server-b", vec![record.clone()]).await;
+        }
+        unstored.due().await;
+        assert!(began.elapsed() < AGAIN * 3 / 2, "what comes meanwhile delays no attempt");
+        unstored.retry(&store, "server-b").await;
+        assert_eq!(unstored.records.len(), 2);
+        std::fs::remove_file(&state).unwrap();
+        unstored.due().await;
+        unstored.retry(&store, "server-b").await;
+        assert!(unstored.records.is_empty() && unstored.again.is_none());
+        assert!(store.load().unwrap().0.records.values().eq(&revoked));
+    }
 
     #[test]
     fn others_revoke_and_readmit_only_where_that_is_theirs_to_say() {
