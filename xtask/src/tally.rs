@@ -109,14 +109,15 @@ impl Tally {
         println!("{} passed, {} failed{}", self.passed, self.failed, skips(&self.skipped));
     }
 
-    /// Says what takes longer than in the last run, and keeps the times of a run without failures for the next one.
+    /// Says what takes longer than before, and keeps the times of a run without failures for the next one.
     fn compare(&self, kind: Option<&str>, took: &Times) -> Result<()> {
         let mut grown = times::grown(&self.scenarios, &times::read(&times::file(SCENARIOS)?));
         if let Some(kind) = kind {
             let file = times::file(kind)?;
-            grown.extend(times::grown(&times::read(&file), took));
+            let last = times::read(&file);
+            grown.extend(times::grown(&last, took));
             if self.failed == 0 {
-                times::write(&file, took)?;
+                times::write(&file, &times::kept(&last, took))?;
             }
         }
         grown.iter().for_each(|line| println!("{line}"));

@@ -33,13 +33,19 @@ pub(crate) fn write(file: &Path, times: &Times) -> Result<()> {
     files::write(file, lines)
 }
 
-/// Returns a line for each that takes a fifth more than in the last run.
+/// Returns a line for each that takes a fifth more than before.
 pub(crate) fn grown(last: &Times, now: &Times) -> Vec<String> {
     let both = now.iter().filter_map(|(name, now)| Some((name, *last.get(name)?, *now)));
     let grown = both.filter(|(_, last, now)| *now > last * 1.2 && now - last >= LEAST);
-    grown
-        .map(|(name, last, now)| format!("GROWN: {name} took {now:.0} s, and {last:.0} s in the last run"))
-        .collect()
+    grown.map(|(name, last, now)| format!("GROWN: {name} took {now:.0} s, and {last:.0} s before")).collect()
+}
+
+/// Returns what the next run is compared with. Growth by a little in each run adds up.
+pub(crate) fn kept(last: &Times, now: &Times) -> Times {
+    let kept = |(name, now): (&String, &f64)| {
+        (name.clone(), last.get(name).map_or(*now, |last| now.min(last * 1.02)))
+    };
+    now.iter().map(kept).collect()
 }
 
 #[cfg(test)]
@@ -53,7 +59,12 @@ mod tests {
         };
         let last = times(&[("a step", 100.0), ("b", 100.0), ("short", 1.0), ("gone", 9.0)]);
         let now = times(&[("a step", 121.0), ("b", 119.0), ("short", 5.0), ("new", 90.0)]);
-        assert_eq!(grown(&last, &now), ["GROWN: a step took 121 s, and 100 s in the last run"]);
+        assert_eq!(grown(&last, &now), ["GROWN: a step took 121 s, and 100 s before"]);
+        assert_eq!(
+            kept(&last, &now),
+            times(&[("a step", 102.0), ("b", 102.0), ("short", 1.02), ("new", 90.0)])
+        );
+        assert_eq!(kept(&now, &last)["a step"], 100.0);
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("times/test");
         assert_eq!(read(&file), Times::new());

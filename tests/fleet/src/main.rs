@@ -27,6 +27,9 @@ struct Cli {
     /// Run this seed only, and show what happens.
     #[arg(long)]
     seed: Option<u64>,
+    /// Only show its plan.
+    #[arg(long, requires = "seed")]
+    plan: bool,
     /// Leave these steps of its plan out.
     #[arg(long, value_delimiter = ',', requires = "seed")]
     without: Vec<usize>,
@@ -47,6 +50,10 @@ struct Cli {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let done = match cli.seed {
+        Some(seed) if cli.plan => {
+            println!("{:#?}", plan::Plan::of(seed));
+            Ok(true)
+        }
         Some(seed) if seeds::is_seeded(seed) => seeds::run(seed, &cli.without, &cli.log),
         Some(seed) => seeds::again(seed, &cli),
         None => many(&cli),
