@@ -163,10 +163,14 @@ impl Share {
         self.unauthenticated = None;
     }
 
-    /// Counts the connection as one of `node` too, and takes one of its agent's places if the agent is attached to this
-    /// server.
-    pub(crate) fn reaches(&mut self, node: &NodeName, agent: Option<Shares>) -> Result<(), Full> {
-        self.agent = agent.map(|places| places.admit_at_agent(self.source).map(Box::new)).transpose()?;
+    /// Takes one of the places of the node's agent too, which is attached to this server.
+    pub(crate) fn reaches_agent(&mut self, places: &Shares) -> Result<(), Full> {
+        self.agent = Some(Box::new(places.admit_at_agent(self.source)?));
+        Ok(())
+    }
+
+    /// Counts the connection as one of `node` too.
+    pub(crate) fn reaches(&mut self, node: &NodeName) -> Result<(), Full> {
         let limit = self.shares.limit;
         let mut counts = self.shares.counts.lock();
         // Its own place is taken already and counts as free here; otherwise the last one could not be used.
@@ -217,7 +221,7 @@ mod tests {
 
     fn open(shares: &Shares, from: IpAddr, to: &NodeName) -> Result<Share, Full> {
         let mut share = shares.admit(from)?;
-        share.reaches(to, None)?;
+        share.reaches(to)?;
         Ok(share)
     }
 
@@ -277,7 +281,7 @@ mod tests {
         let (listeners, places) = ([1000, 1000].map(Shares::new), Shares::new(0).within(60));
         let reach = |listener: &Shares, source| {
             let mut share = listener.admit(source)?;
-            share.reaches(&node(1), Some(places.clone())).map(|()| share)
+            share.reaches_agent(&places).map(|()| share)
         };
         for local in [source(1), IpAddr::from([127, 0, 0, 1])] {
             let held: Vec<_> = (0..200).filter_map(|n| reach(&listeners[n % 2], local).ok()).collect();
@@ -393,9 +397,11 @@ mod tests {
                         if share.node.is_none() && share.agent.is_none() {
                             let to = most as usize % 2;
                             // An agent may say at any time that it accepts more or less.
-                            let agent = (action == 8).then(|| agents[to].within(most));
+                            let agent = agents[to].within(most);
                             let before = agents[to].counts.lock().total;
-                            let _ = share.reaches(&node(to as u8), agent);
+                            if share.reaches(&node(to as u8)).is_ok() && action == 8 {
+                                let _ = share.reaches_agent(&agent);
+                            }
                             let after = agents[to].counts.lock().total;
                             prop_assert!(after == before || after <= most);
                         }

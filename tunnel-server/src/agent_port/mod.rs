@@ -160,7 +160,7 @@ impl AgentPort {
                     return Err(Error::denied(refusal));
                 }
                 let mut share = from_edge.shares.admit(peer.ip()).map_err(|_| Error::Busy)?;
-                share.reaches(&node, None).map_err(|_| Error::Busy)?;
+                share.reaches(&node).map_err(|_| Error::Busy)?;
                 let linked = self.handshakes.limits.outbound(&node).ok_or(Error::Links)?;
                 drop(place);
                 let (agent, places) = (from_edge::Agent { node, judged, peer }, (linked, share));

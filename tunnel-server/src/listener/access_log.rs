@@ -14,7 +14,7 @@ use tunnel_runtime::live::Present;
 
 use super::context::{Failed, ListenerContext, OpenRequest, Reached};
 use super::moved::end_if_moved;
-use crate::admission::{Full, Share};
+use crate::admission::{Full, Share, Shares};
 use crate::metrics::{Connection, FailedConnection, HeldPermit, Metrics, Permit, Relayed};
 use crate::session::Link;
 
@@ -112,6 +112,11 @@ impl AccessLogGuard {
     /// Keeps the connection's place until it ends.
     pub(crate) fn hold(&mut self, place: Share) {
         self.place = Some(Box::new(place));
+    }
+
+    /// Takes one of the places of the node's agent too.
+    pub(super) fn reaches_agent(&mut self, places: &Shares) -> Result<(), Full> {
+        self.place.as_mut().map_or(Ok(()), |place| place.reaches_agent(places))
     }
 
     /// Counts the connection as refused at a limit.

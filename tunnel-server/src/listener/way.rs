@@ -31,9 +31,8 @@ impl Way {
         place: Result<Share, Full>,
         record: &mut AccessLogGuard,
     ) -> Result<Self, Failed> {
-        let session = context.sessions.get(&request.node);
         let admitted = place.and_then(|mut place| {
-            let reached = place.reaches(&request.node, session.as_ref().map(|session| session.places()));
+            let reached = place.reaches(&request.node);
             // Kept even if it was refused: the client still has to get the reason.
             record.hold(place);
             reached
@@ -42,16 +41,20 @@ impl Way {
         let found = tokio::select! {
             biased;
             failed = record.aborted() => return Err(failed),
-            found = Self::wait(context, request, client, session) => found,
+            found = Self::wait(context, request, client) => found,
         };
         let way = found.map_err(|reason| Failed { outcome: Outcome::NoTunnel, reason })?;
-        if let Self::Peer(on_peer) = &way {
-            record.via(&on_peer.peer.server_id);
+        match &way {
+            // Only now: its agent may just have come back, or another server's has been asked.
+            Self::Session(session, _) => {
+                record.reaches_agent(&session.places()).map_err(|full| record.refused(&full))?;
+            }
+            Self::Peer(on_peer) => record.via(&on_peer.peer.server_id),
         }
         Ok(way)
     }
 
-    /// Chooses a way, and waits for one while the node's agent is expected back. `session`: the node's on this server.
+    /// Chooses a way, and waits for one while the node's agent is expected back.
     ///
     /// # Errors
     /// There is no way; the error says why.
@@ -59,12 +62,11 @@ impl Way {
         context: &ListenerContext,
         request: &OpenRequest,
         client: SocketAddr,
-        mut session: Option<Arc<Session>>,
     ) -> Result<Self, String> {
         let node = &request.node;
         let (mut asked, mut reasons) = (Vec::new(), String::new());
         loop {
-            match Self::choose(context, request, client, session, &mut asked).await {
+            match Self::choose(context, request, client, &mut asked).await {
                 Ok(way) => return Ok(way),
                 Err(more) => reasons.push_str(&more),
             }
@@ -84,7 +86,6 @@ impl Way {
                 }
             };
             if look_again {
-                session = context.sessions.get(node);
                 continue;
             }
             let seen = match context.sessions.last_end(node) {
@@ -105,10 +106,10 @@ impl Way {
         context: &ListenerContext,
         request: &OpenRequest,
         client: SocketAddr,
-        session: Option<Arc<Session>>,
         asked: &mut Vec<Arc<Peer>>,
     ) -> Result<Self, String> {
         let node = &request.node;
+        let session = context.sessions.get(node);
         if let Some(session) = session.as_ref().filter(|session| !session.links.are_silent()) {
             return Ok(Self::session(session));
         }
@@ -186,6 +187,7 @@ mod tests {
     use tokio_util::sync::CancellationToken;
 
     use super::*;
+    use crate::admission::Shares;
     use crate::session::{MOST_STREAMS, Streams};
 
     /// Another server, which answers each connection like this.
@@ -222,6 +224,25 @@ mod tests {
         respond.send_response(refusal.body(()).unwrap(), true).unwrap();
     }
 
+    #[tokio::test]
+    async fn an_agent_that_was_waited_for_gives_a_place_too() {
+        let context = ListenerContext::without_nodes();
+        let request = OpenRequest::new("edge-1".parse().unwrap(), "192.0.2.1:10250".parse().unwrap());
+        let client = SocketAddr::from(([10, 0, 0, 1], 1));
+        let lost = context.sessions.replace("edge-1", 1).await;
+        context.sessions.unregister(&lost);
+        let mut record = AccessLogGuard::new("http", client, &request, &context);
+        let (found, back) = tokio::join!(
+            Way::find(&context, &request, client, Shares::new(10).admit(client.ip()), &mut record),
+            context.sessions.replace("edge-1", 2),
+        );
+        assert!(matches!(found, Ok(Way::Session(session, _)) if Arc::ptr_eq(&session, &back)));
+        let only = back.places.within(1);
+        assert!(only.admit_at_agent(client.ip()).is_err());
+        drop(record);
+        assert!(only.admit_at_agent(client.ip()).is_ok());
+    }
+
     #[tokio::test(start_paused = true)]
     async fn a_server_that_gets_the_node_while_its_last_one_refuses_is_asked_too() {
         // The last one is another link with the same server.
@@ -236,7 +257,7 @@ mod tests {
                 refuses(respond);
             });
             context.peers.gained(&last.await, &request.node);
-            let found = Way::wait(&context, &request, request.target, None).await;
+            let found = Way::wait(&context, &request, request.target).await;
             match found {
                 Ok(Way::Peer(on_peer)) => assert!(has_it && on_peer.peer.server_id == name),
                 Ok(Way::Session(..)) => panic!("no agent is attached here"),
