@@ -224,7 +224,8 @@ impl Router {
     }
 
     /// Records whether `holder` has a tunnel to the node; its routes are up while either side has one. The cost does
-    /// not depend on the number of nodes. A node that the inventory does not have yet is remembered.
+    /// not depend on the number of nodes. A node that the inventory does not have yet is remembered. With a tunnel, its agent is no
+    /// longer awaited.
     pub fn set_live(&self, node: &NodeName, holder: TunnelHolder, live: bool) {
         self.hold(node, holder, live, None);
     }
@@ -243,7 +244,8 @@ impl Router {
             TunnelHolder::This => Held { here: live, ..before },
             TunnelHolder::Peers => Held { elsewhere: live, ..before },
         };
-        if held == before {
+        // The agent is back also if it has come to another one of the other servers.
+        if held == before && !live {
             return;
         }
         match lost_at {

@@ -118,4 +118,11 @@ fn a_route_stays_up_while_its_nodes_agent_is_expected_back() {
     router.lose(&edge, TunnelHolder::This);
     router.give_up(Instant::now() + RETURN);
     assert!(up());
+
+    // The other tunnel has ended too, unseen, and the agent comes back to a third server.
+    router.set_live(&edge, TunnelHolder::This, true);
+    router.lose(&edge, TunnelHolder::This);
+    let awaited = router.awaited(&edge).unwrap();
+    router.set_live(&edge, TunnelHolder::Peers, true);
+    assert!(up() && awaited.is_cancelled() && router.awaited(&edge).is_none());
 }

@@ -213,7 +213,11 @@ impl Peers {
         let remote = all.entry(node.clone()).or_default();
         remote.peers.push(peer.clone());
         remote.lost_at = None;
-        self.offer(node, remote);
+        match remote.offered {
+            // The others may not have noticed yet that they lost its agent, which is awaited here.
+            true => self.router.set_live(node, TunnelHolder::Peers, true),
+            false => self.offer(node, remote),
+        }
     }
 
     pub(super) fn lost(&self, peer: &Arc<Peer>, node: &NodeName) {
@@ -375,6 +379,19 @@ mod tests {
         peers.want(&BTreeSet::new());
         assert_eq!(known(), ["", ""]);
         assert!(changed.has_changed().unwrap());
+    }
+
+    #[tokio::test]
+    async fn an_agent_is_awaited_until_another_server_gets_it() {
+        let peers = Peers::new(crate::runtime::without_nodes(&mut Registry::default()));
+        let node: NodeName = "edge-1".parse().unwrap();
+        // This one has not noticed that the agent is gone.
+        peers.gained(&peer("server-b").await, &node);
+        peers.router.set_live(&node, TunnelHolder::This, true);
+        peers.router.lose(&node, TunnelHolder::This);
+        let awaited = peers.router.awaited(&node).unwrap();
+        peers.gained(&peer("server-c").await, &node);
+        assert!(awaited.is_cancelled());
     }
 
     #[tokio::test]
