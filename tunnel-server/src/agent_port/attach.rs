@@ -216,10 +216,12 @@ async fn session(
     place.attached();
     context.metrics.handshake("attached");
     tracing::info!(node = %session.node, %peer, epoch = session.epoch, version = %session.agent_version, "session attached");
-    // Beside everything else: it waits for no notice that a dead agent does not acknowledge.
+    // Beside everything else: no end waits for a notice that a dead agent does not acknowledge. One that has left comes first.
     let end = tokio::select! {
+        biased;
         dead = link::keep_alive(pings, &flow, || session.stalls.sweep()) => dead.into(),
         end = follow(context, &session, &mut client, &mut events, (bundle, loopback)) => end,
+        () = session.closed.cancelled() => End::Stopped,
     };
     if let Some(refusal) = session.refusal.get() {
         // Clients must not reach it while the agent is notified.

@@ -165,7 +165,6 @@ pub(super) async fn follow(
                 }
                 unheard.repeat(&mut bundle, &mut settings);
             }
-            () = session.closed.cancelled() => return End::Stopped,
             () = context.stop.cancelled() => return End::Stopped,
         }
     }

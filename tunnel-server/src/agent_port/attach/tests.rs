@@ -326,6 +326,20 @@ async fn why_a_session_was_ended_by_its_server_is_remembered() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_session_ends_also_while_its_agent_does_not_acknowledge_a_notice() {
+    let mut site = Site::attached().await;
+    let node = "edge-1".parse().unwrap();
+    site.unanswered.store(1, Ordering::Relaxed);
+    site.inputs.bundle.send_replace(roots());
+    assert!(matches!(site.next().await, notice::Notice::TrustBundle(_)));
+    let (mut changed, start) = (site.sessions.changed(), Instant::now());
+    site.sessions.get(&node).unwrap().refuse(Refusal::Unknown(node.clone()));
+    changed.changed().await.unwrap();
+    assert!(site.sessions.get(&node).is_none());
+    assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_agent_that_sends_hello_again_loses_its_session() {
     let mut site = Site::attached().await;
     let node = "edge-1".parse().unwrap();
