@@ -223,6 +223,22 @@ pub(super) fn over_limit(metrics: &Metrics, listener: &'static str, client: Sock
     tracing::debug!(listener, %client, reason = %full, "connection rejected at a limit");
 }
 
+/// Counts and logs a client that was turned away before its connection had a record.
+pub(super) fn turned_away(
+    metrics: &Metrics,
+    listener: &'static str,
+    client: SocketAddr,
+    caller: Option<&dyn Display>,
+    reason: &dyn Display,
+) {
+    metrics.turned_away(listener);
+    if metrics.warns_of(client.ip()) {
+        tracing::warn!(listener, %client, caller = caller.map(display), %reason, "connection rejected");
+    } else {
+        tracing::debug!(listener, %client, caller = caller.map(display), %reason, "connection rejected");
+    }
+}
+
 impl Drop for AccessLogGuard {
     fn drop(&mut self) {
         let connection = &*self.connection;

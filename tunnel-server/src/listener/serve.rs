@@ -10,7 +10,7 @@ use tunnel_link::relay::end_on_drop;
 use tunnel_routing::Router;
 use tunnel_runtime::accept::Gated;
 
-use super::access_log::{AccessLogGuard, over_limit};
+use super::access_log::{AccessLogGuard, over_limit, turned_away};
 use super::context::{Failed, ListenerContext, OpenError, OpenRequest};
 use super::front::Front;
 use super::way::Way;
@@ -109,13 +109,13 @@ pub(crate) async fn receive<D: Listener>(
             // Boxed: otherwise relayed connections would hold its memory too.
             let served = Box::pin(front.serve(socket, prefix, client, &context, &shares, place));
             if let Err(error) = served.await {
-                turned_away(listener.name(), &context, client, &error);
+                turned_away(&context.metrics, listener.name(), client, None, &error);
             }
             return;
         }
         // A reset could arrive before the self-test's connect() has returned.
         Err(OpenError::SelfTest) => return end_on_drop(&socket),
-        Err(error) => return turned_away(listener.name(), &context, client, &error),
+        Err(error) => return turned_away(&context.metrics, listener.name(), client, None, &error),
     };
     if let Some(place) = &mut place {
         place.known();
@@ -136,20 +136,6 @@ pub(crate) async fn receive<D: Listener>(
             worker.spawn(relay(socket, request, way, record));
         }
         Err(error) => record.end(Outcome::ClientReset, &error),
-    }
-}
-
-pub(super) fn turned_away(
-    listener: &'static str,
-    context: &ListenerContext,
-    client: SocketAddr,
-    reason: &dyn std::fmt::Display,
-) {
-    context.metrics.turned_away(listener);
-    if context.metrics.warns_of(client.ip()) {
-        tracing::warn!(listener, %client, %reason, "connection rejected");
-    } else {
-        tracing::debug!(listener, %client, %reason, "connection rejected");
     }
 }
 

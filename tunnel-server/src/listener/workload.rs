@@ -8,11 +8,10 @@ use tunnel_link::relay::TunnelStream;
 use tunnel_routing::split_host;
 use tunnel_runtime::NodeName;
 
-use super::access_log::AccessLogGuard;
+use super::access_log::{AccessLogGuard, turned_away};
 use super::connect::{ProxyRequest, Reception};
 use super::context::{Failed, OpenError};
 use super::proxy::front;
-use super::serve::turned_away;
 use super::upstream::Upstream;
 use crate::admission::{Share, Shares};
 use crate::caller::Shown;
@@ -48,7 +47,7 @@ impl Workload {
             }
         };
         if let Err(error) = served {
-            turned_away(EDGE, &context, agent, &error);
+            turned_away(&context.metrics, EDGE, agent, None, &error);
         }
     }
 

@@ -13,7 +13,7 @@ use super::destination::{Direct, Resolution, find, not_allowed, of_endpoint};
 use super::services::{ClusterServices, RequestedService};
 use crate::admission::Shares;
 use crate::caller::Certified;
-use crate::listener::access_log::AccessLogGuard;
+use crate::listener::access_log::{AccessLogGuard, turned_away};
 use crate::listener::cluster::Endpoint;
 use crate::listener::context::{Failed, ListenerContext, Reached};
 use crate::listener::direct;
@@ -184,13 +184,8 @@ impl Dialler {
     }
 
     fn turned_away(&self, failed: Failed, caller: &EgressClient) -> Failed {
-        let (client, caller, reason) = (caller.address, &caller.name, &failed.reason);
-        self.context.metrics.turned_away(NAME);
-        if self.context.metrics.warns_of(client.ip()) {
-            tracing::warn!(listener = NAME, %client, %caller, reason, "connection rejected");
-        } else {
-            tracing::debug!(listener = NAME, %client, %caller, reason, "connection rejected");
-        }
+        let metrics = &self.context.metrics;
+        turned_away(metrics, NAME, caller.address, Some(&caller.name), &failed.reason);
         failed
     }
 

@@ -30,10 +30,9 @@ use tunnel_link::relay::{end_on_drop, flushed};
 use tunnel_runtime::accept::{Gate, Gated, accept};
 use tunnel_runtime::log_once::LogRarely;
 
-use super::access_log::over_limit;
+use super::access_log::{over_limit, turned_away};
 use super::context::ListenerContext;
 use super::preface::{PrefaceError, read_preface};
-use super::serve::turned_away;
 use crate::admission::{Share, Shares};
 use crate::caller::{CallerTls, caller_of_certificate};
 use authority::{Masked, PREFACE};
@@ -108,7 +107,7 @@ impl Egress {
             self.dialler.context.serve_apart(socket, async move |socket| {
                 let _place = place;
                 if let Err(reason) = receive_tls(dialler.clone(), socket, client, &tls).await {
-                    turned_away(NAME, &dialler.context, client, &reason);
+                    turned_away(&dialler.context.metrics, NAME, client, None, &reason);
                 }
             });
         }

@@ -10,7 +10,7 @@ use super::kinds::{Front, Peer};
 use super::tunnel::Tunnel;
 use super::upgrade::Upgraded;
 use crate::admission::{Full, Shares};
-use crate::listener::access_log::over_limit;
+use crate::listener::access_log::{over_limit, turned_away};
 use crate::listener::answer::Failure;
 use crate::listener::context::ListenerContext;
 use crate::listener::socket::Faults;
@@ -47,13 +47,7 @@ impl Served {
 
     pub(super) fn turned_away(&self, failure: &Failure) {
         let (listener, client) = (self.front.listener, self.peer.client);
-        let (status, reason) = (failure.status.as_u16(), &failure.reason);
-        self.context.metrics.turned_away(listener);
-        if self.context.metrics.warns_of(client.ip()) {
-            tracing::warn!(listener, %client, status, reason, "connection rejected");
-        } else {
-            tracing::debug!(listener, %client, status, reason, "connection rejected");
-        }
+        turned_away(&self.context.metrics, listener, client, None, &failure.reason);
     }
 
     pub(super) fn over_limit(&self, full: &Full) -> Failure {
