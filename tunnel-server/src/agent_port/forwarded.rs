@@ -124,8 +124,7 @@ async fn forward(
         let reason = format!("no agent of {} is attached to this server", wanted.node);
         return refuse(&mut respond, Code::FailedPrecondition, reason);
     };
-    let reached = share.reaches(&wanted.node).and_then(|()| share.reaches_agent(&session.places()));
-    if let Err(full) = reached {
+    if let Err(full) = share.reaches(&wanted.node).and_then(|()| share.reaches_agent(&session.places())) {
         listeners.metrics.over_limit(LISTENER, &full);
         let refusal = (Outcome::Busy, full.to_string());
         return turn_away(&listeners, &caller, &wanted, client, respond, refusal);
